@@ -1,0 +1,660 @@
+"""The carry's parts: snapshots, slots, streams and their coverage, settings. Expected values are counted by hand."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import doctest
+import importlib
+import io
+import math
+import pickle
+import types
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from gpusampler.carry import (
+    TrajectoryCarry,
+    carry_rank_world,
+    parse_carry_slots,
+    snapshot_raw_batch,
+    stagger_offset,
+    stagger_rank_and_groups,
+    validate_carry_coverage,
+)
+from gpusampler.carry.snapshot import held_bytes
+from gpusampler.errors import ParameterError
+
+BAD_COUNTS = [True, False, 0, -1, 2.0, 1.5, "2", None, Fraction(2), float("nan")]
+
+
+@pytest.mark.parametrize("name", ["loop", "ranks", "renoise", "slots", "snapshot", "streams"])
+def test_doctests(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"gpusampler.carry.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# Slots
+
+
+@pytest.mark.parametrize("count", BAD_COUNTS, ids=repr)
+def test_L05_bad_slot_counts(count: Any) -> None:
+    with pytest.raises(ValueError, match="num_slots"):
+        TrajectoryCarry(count)
+
+
+def test_slot_counts_of_other_integral_types() -> None:
+    assert TrajectoryCarry(np.int64(3)).num_slots == 3
+
+
+def test_L05_stored_state_is_a_copy() -> None:
+    state, batch = torch.zeros(3), {"x": torch.zeros(2)}
+    carry = TrajectoryCarry(2)
+    carry.set(0, state=state, rung=1, raw_batch=batch)
+    state.add_(1)
+    batch["x"].add_(1)
+    assert carry.slots[0] is not None
+    assert carry.slots[0]["state"].tolist() == [0.0, 0.0, 0.0]
+    assert carry.slots[0]["raw_batch"]["x"].tolist() == [0.0, 0.0]
+    assert carry.slots[1] is None
+
+
+def test_L05_state_alone() -> None:
+    state = torch.zeros(3)
+    carry = TrajectoryCarry(1)
+    carry.set(0, state=state)
+    state.add_(1)
+    assert carry.slots == [{"state": carry.slots[0]["state"], "rung": 0, "raw_batch": None}]
+    assert carry.slots[0]["state"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_stored_state_is_detached_and_views_do_not_keep_their_base() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    carry = TrajectoryCarry(1)
+    carry.set(0, state=(weight * 2)[::500], rung=2, raw_batch={})
+    state = carry.slots[0]["state"]
+    assert not state.requires_grad
+    assert state.untyped_storage().nbytes() == 8
+
+
+def test_a_batch_the_slot_holds_is_not_copied_again() -> None:
+    carry = TrajectoryCarry(1)
+    carry.set(0, state=torch.zeros(1), rung=0, raw_batch={"x": torch.zeros(2)})
+    kept = carry.slots[0]["raw_batch"]
+    carry.set(0, state=torch.ones(1), rung=1, raw_batch=kept)
+    assert carry.slots[0]["raw_batch"] is kept
+
+
+def test_round_robin_set_and_clear() -> None:
+    carry = TrajectoryCarry(3)
+    assert (carry.slots, carry.seeded) == ([None] * 3, [False] * 3)
+    assert [carry.next_slot() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert (carry.upcoming_slot, carry.rounds) == (1, 2)
+    carry.set(2, state=torch.zeros(1), rung=3, raw_batch=None, sample_ids=np.array([7, 5]))
+    assert (carry.seeded, carry.sample_ids) == ([False, False, True], [None, None, (7, 5)])
+    carry.clear(2)
+    carry.clear(2)
+    assert (carry.slots, carry.seeded, carry.sample_ids) == ([None] * 3, [False, False, True], [None] * 3)
+
+
+@pytest.mark.parametrize("slot", [2, -1, True, 0.0, None, "0"])
+def test_bad_slots(slot: Any) -> None:
+    carry = TrajectoryCarry(2)
+    with pytest.raises(ValueError, match="slot"):
+        carry.set(slot, state=torch.zeros(1), rung=0, raw_batch=None)
+    with pytest.raises(ValueError, match="slot"):
+        carry.clear(slot)
+    assert carry.slots == [None, None]
+
+
+@pytest.mark.parametrize("rung", [-1, True, 1.0, None])
+def test_bad_rungs(rung: Any) -> None:
+    with pytest.raises(ValueError, match="rung"):
+        TrajectoryCarry(1).set(0, state=torch.zeros(1), rung=rung, raw_batch=None)
+
+
+@pytest.mark.parametrize("ids", ["abc", 5, [[1]]])
+def test_bad_sample_ids(ids: Any) -> None:
+    with pytest.raises(ValueError, match="sample_ids"):
+        TrajectoryCarry(1).set(0, state=torch.zeros(1), sample_ids=ids)
+
+
+def test_restart_takes_up_the_accumulation_index() -> None:
+    carry = TrajectoryCarry(4)
+    carry.set(0, state=torch.zeros(1))
+    carry.restart(10)
+    assert (carry.slots, carry.seeded) == ([None] * 4, [False] * 4)
+    assert [(carry.rounds, carry.next_slot()) for _ in range(4)] == [(0, 2), (0, 3), (1, 0), (1, 1)]
+    with pytest.raises(ValueError, match="micro_batch"):
+        carry.restart(-1)
+
+
+def test_never_in_a_checkpoint() -> None:
+    carry = TrajectoryCarry(2, max_bytes=10**6)
+    carry.next_slot()
+    carry.set(0, state=torch.full((1000,), 7.0), rung=1, raw_batch={"x": torch.zeros(1000)})
+    assert not hasattr(carry, "state_dict")
+    data = pickle.dumps(carry)
+    assert len(data) < 200
+    buffer = io.BytesIO()
+    torch.save({"method": carry}, buffer)
+    buffer.seek(0)
+    for other in (pickle.loads(data), copy.deepcopy(carry), torch.load(buffer, weights_only=False)["method"]):
+        assert (other.num_slots, other.max_bytes, other.upcoming_slot) == (2, 10**6, 0)
+        assert (other.slots, other.seeded, other.memory().total) == ([None, None], [False, False], 0)
+    assert carry.slots[0] is not None
+
+
+def test_memory_is_reported_and_bounded() -> None:
+    carry = TrajectoryCarry(2, max_bytes=100)
+    batch = {"x": torch.zeros(5), "ids": np.zeros(3, dtype=np.int32), "text": "a"}
+    carry.set(0, state=torch.zeros(4), raw_batch=batch)  # 16 + 20 + 12
+    carry.set(1, state=torch.zeros(10, dtype=torch.float16))  # 20
+    memory = carry.memory()
+    assert (memory.total, memory.per_slot, memory.by_device) == (68, (48, 20), {"cpu": 68})
+    with pytest.raises(
+        ParameterError, match="slot 1 would hold 56 bytes, the other slots hold 48: above max_bytes=100"
+    ):
+        carry.set(1, state=torch.zeros(14))
+    assert carry.memory() == memory
+    carry.set(1, state=torch.zeros(13))
+    assert carry.memory().total == 100
+    carry.clear(0)
+    assert carry.memory().per_slot == (0, 52)
+    with pytest.raises(ValueError, match="max_bytes"):
+        TrajectoryCarry(1, max_bytes=0)
+
+
+def test_memory_stays_the_same_over_a_run() -> None:
+    carry = TrajectoryCarry(2)
+    for call in range(20):
+        slot = carry.next_slot()
+        carry.set(slot, state=torch.zeros(4), rung=call // 2, raw_batch={"x": torch.zeros(4)})
+        assert carry.memory().total == 32 * min(call + 1, 2)
+
+
+def test_held_bytes_counts_shared_and_sparse_tensors_once() -> None:
+    shared = torch.zeros(4)
+    value = {"a": shared, "b": [shared, (shared,)], "coo": torch.eye(2).to_sparse(), "o": np.array([None, {}])}
+    # 16 bytes shared; 2 float32 values and 4 int64 indices; 2 pointers
+    assert held_bytes(value) == {"cpu": 16 + 8 + 32 + 16}
+
+
+# Snapshots
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    names: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    note: str = "n"
+    seen: list[torch.Tensor] = dataclasses.field(init=False, default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    x: torch.Tensor
+    n: int
+
+
+class Strict(collections.UserDict):  # type: ignore[type-arg]
+    def __init__(self, data: dict[str, Any], *, required: int) -> None:
+        super().__init__(data)
+        self.required = required
+
+
+class MovesInPlace:
+    """A `to` that works on the object itself and returns nothing."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+        self.moved_to: Any = None
+
+    def to(self, device: torch.device) -> None:
+        self.x = self.x.to(device)
+        self.moved_to = device
+
+
+class MovesSlots:
+    __slots__ = ("_x", "device")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+        self.device = "unset"
+
+    def to(self, device: torch.device) -> MovesSlots:
+        self._x = self._x.to(device)
+        self.device = str(device)
+        return self
+
+
+class Plain:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor and array that a batch of the shapes below holds, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, np.ndarray):
+        return [torch.from_numpy(value)]
+    if isinstance(value, collections.abc.Mapping):
+        return [t for item in value.values() for t in tensors_in(item)]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [t for item in value for t in tensors_in(item)]
+    if isinstance(value, MovesSlots):
+        return [value._x]
+    if dataclasses.is_dataclass(value):
+        return [t for field in dataclasses.fields(value) for t in tensors_in(getattr(value, field.name))]
+    return [t for item in getattr(value, "__dict__", {}).values() for t in tensors_in(item)]
+
+
+BATCHES: dict[str, Any] = {
+    "tensor": lambda x: x,
+    "view": lambda x: x[1:],
+    "strided view": lambda x: x[::2],
+    "numpy": lambda x: x.numpy(),
+    "dict": lambda x: {"x": x, "y": 1},
+    "list": lambda x: [x, [x, "text"]],
+    "tuple": lambda x: (x, (1, (x,))),
+    "ordered dict": lambda x: collections.OrderedDict(b=x, a=x),
+    "default dict": lambda x: collections.defaultdict(list, x=[x]),
+    "deque": lambda x: collections.deque([x], maxlen=2),
+    "namedtuple": lambda x: Pair(x, ["a"]),
+    "dataclass": lambda x: Frozen(x),
+    "slots dataclass": lambda x: Slotted(x, 3),
+    "user dict": lambda x: Strict({"x": x}, required=3),
+    "chain map": lambda x: collections.ChainMap({"x": x}, {"y": x}),
+    "mapping proxy": lambda x: types.MappingProxyType({"x": x}),
+    "namespace": lambda x: types.SimpleNamespace(inner=types.SimpleNamespace(x=x)),
+    "to in place": lambda x: MovesInPlace(x),
+    "to with slots": lambda x: MovesSlots(x),
+    "plain object": lambda x: Plain([x]),
+    "packed sequence": lambda x: pack_sequence([x, x[:2]]),
+    "structseq": lambda x: x.reshape(2, 2).max(1),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None], ids=str)
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES.keys())
+def test_L05_snapshots_never_alias(make: Any, device: Any) -> None:
+    batch = make(torch.arange(4.0))
+    before = [t.clone() for t in tensors_in(batch)]
+    kept = snapshot_raw_batch(batch, device)
+    assert type(kept) is type(batch)
+    copies, originals = tensors_in(kept), tensors_in(batch)
+    assert len(copies) == len(originals) > 0
+    for new, old, value in zip(copies, originals, before, strict=True):
+        assert torch.equal(old, value)  # the input was only read
+        assert new.untyped_storage().data_ptr() != old.untyped_storage().data_ptr()
+        assert torch.equal(new, value)
+        assert new.dtype == value.dtype
+
+
+@pytest.mark.parametrize("make", [m for name, m in BATCHES.items() if name != "numpy"])
+def test_snapshots_move_every_tensor_and_leave_the_input_where_it_is(make: Any) -> None:
+    batch = make(torch.arange(4.0))
+    kept = snapshot_raw_batch(batch, "meta")
+    expected = "cpu" if isinstance(batch, PackedSequence) else "meta"  # its batch_sizes stay on the host
+    assert {t.device.type for t in tensors_in(kept)} == {"meta", expected}
+    assert {t.device.type for t in tensors_in(batch)} == {"cpu"}
+
+
+def test_snapshots_keep_what_containers_carry_besides_items() -> None:
+    x = torch.zeros(1)
+    kept = snapshot_raw_batch(
+        [
+            collections.defaultdict(int, x=x),
+            collections.deque([x], maxlen=2),
+            Strict({"x": x}, required=3),
+            collections.OrderedDict(b=x, a=x),
+            Frozen(x, "note"),
+        ],
+        "cpu",
+    )
+    assert kept[0]["missing"] == 0
+    assert kept[1].maxlen == 2
+    assert kept[2].required == 3
+    assert list(kept[3]) == ["b", "a"]
+    assert (kept[4].note, kept[4].seen) == ("note", [])
+
+
+def test_snapshots_keep_what_is_no_data() -> None:
+    model, generator, marker = torch.nn.Linear(1, 1), torch.Generator(), object()
+    batch = {"m": model, "g": generator, "o": marker, "f": len, "it": iter([1]), "n": None, "size": torch.Size([2])}
+    kept = snapshot_raw_batch(batch, "cpu")
+    assert list(kept) == list(batch)
+    assert all(kept[key] is value for key, value in batch.items())
+    assert list(batch["it"]) == [1]
+
+
+def test_snapshots_copy_numpy_of_every_kind(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "x", dtype=np.int64, mode="w+", shape=(3,))
+    inner = torch.zeros(2)
+    ragged = np.array([inner, None], dtype=object)
+    masked = np.ma.array([1, 2], mask=[False, True])
+    kept = snapshot_raw_batch([mapped, ragged, masked, np.array(5), np.float32(2)], "cpu")
+    mapped[:] = 9
+    inner.add_(1)
+    masked[0] = 7
+    assert type(kept[0]) is np.ndarray
+    assert kept[0].tolist() == [0, 0, 0]
+    assert (kept[1][0].tolist(), kept[1][1]) == ([0.0, 0.0], None)
+    assert (type(kept[2]), kept[2].tolist()) == (np.ma.MaskedArray, [1, None])
+    assert (kept[3].shape, kept[3].item(), kept[4]) == ((), 5, np.float32(2))
+
+
+def test_snapshots_keep_shared_objects_and_cycles() -> None:
+    x = torch.zeros(2)
+    batch: dict[str, Any] = {"a": x, "b": [x]}
+    batch["self"] = batch
+    kept = snapshot_raw_batch(batch, "cpu")
+    assert kept["a"] is kept["b"][0]
+    assert kept["self"] is kept
+    assert kept is not batch
+
+
+def test_snapshots_detach_and_leave_inference_mode() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    assert snapshot_raw_batch({"x": x}, "cpu")["x"].grad_fn is None
+    assert x.grad_fn is not None
+    with torch.inference_mode():
+        kept = snapshot_raw_batch({"x": torch.ones(2)}, "cpu")["x"]
+    weight = torch.zeros(2, requires_grad=True)
+    (weight * kept).sum().backward()  # an inference tensor cannot be saved for this
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_snapshots_of_every_layout() -> None:
+    dense = torch.eye(3)
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    complex_view = torch.ones(2, dtype=torch.complex64).conj()
+    kept = snapshot_raw_batch([dense.to_sparse(), jagged, complex_view, dense.expand(4, 3, 3)], "cpu")
+    assert torch.equal(kept[0].to_dense(), dense)
+    assert [t.tolist() for t in kept[1].unbind()] == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert torch.equal(kept[2], complex_view)
+    assert (kept[3].shape, kept[3].untyped_storage().nbytes()) == ((4, 3, 3), 36 * 4)
+
+
+def test_snapshots_of_transformers_and_tensordict() -> None:
+    transformers = pytest.importorskip("transformers")
+    outputs = importlib.import_module("transformers.modeling_outputs")
+    x = torch.zeros(2, 2)
+    encoding, output = transformers.BatchEncoding({"x": x}), outputs.BaseModelOutput(last_hidden_state=x)
+    kept = snapshot_raw_batch([encoding, output], "cpu")
+    x.add_(1)
+    assert [type(item) for item in kept] == [transformers.BatchEncoding, outputs.BaseModelOutput]
+    assert (kept[0]["x"].sum(), kept[1].last_hidden_state.sum(), kept[1][0].sum()) == (0, 0, 0)
+
+
+class TensorLike:
+    """The part of the tensor protocol that tensor dictionaries and graph batches have."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.inner = types.MappingProxyType({"x": x})
+
+    def clone(self) -> TensorLike:
+        return TensorLike(self.inner["x"].clone())
+
+    def detach(self) -> TensorLike:
+        return TensorLike(self.inner["x"].detach())
+
+    def to(self, device: torch.device) -> TensorLike:
+        return TensorLike(self.inner["x"].to(device))
+
+
+def test_snapshots_use_clone_where_there_is_one() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    kept = snapshot_raw_batch([TensorLike(x)], "cpu")[0].inner["x"]
+    assert kept.data_ptr() != x.data_ptr()
+    assert not kept.requires_grad
+    assert snapshot_raw_batch(TensorLike(x), "meta").inner["x"].device.type == "meta"
+
+
+@pytest.mark.parametrize("device", [True, 1.5, "nowhere", b"cpu"])
+def test_snapshots_refuse_what_is_no_device(device: Any) -> None:
+    with pytest.raises(ValueError, match="device"):
+        snapshot_raw_batch({}, device)
+
+
+LEAVES = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3).map(torch.tensor)
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda child: st.one_of(
+        st.lists(child, max_size=3),
+        st.lists(child, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), child, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def as_plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.tolist())
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    return type(value)(map(as_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES)
+def test_any_tree_is_copied_with_its_values_and_without_its_storage(tree: Any) -> None:
+    kept = snapshot_raw_batch(tree, "cpu")
+    assert as_plain(kept) == as_plain(tree)
+    old = {id(t): t for t in tensors_in(tree) if t.numel()}.values()
+    new = {t.data_ptr() for t in tensors_in(kept) if t.numel()}
+    assert new.isdisjoint(t.data_ptr() for t in old)
+
+
+# Streams
+
+
+def test_stagger_offsets() -> None:
+    found = [[stagger_offset(stagger_rank=r, num_slots=2, slot=s, num_steps=5) for s in (0, 1)] for r in range(4)]
+    assert found == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    assert stagger_offset(stagger_rank=10**12, num_slots=3, slot=2, num_steps=7) == (3 * 10**12 + 2) % 7
+
+
+@pytest.mark.parametrize("name", ["stagger_rank", "num_slots", "slot", "num_steps"])
+@pytest.mark.parametrize("value", [True, -1, 1.0, "1", None])
+def test_stagger_offset_refuses_bad_counts(name: str, value: Any) -> None:
+    good: dict[str, Any] = {"stagger_rank": 1, "num_slots": 2, "slot": 1, "num_steps": 4}
+    with pytest.raises(ValueError, match=name):
+        stagger_offset(**{**good, name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_slots", 0), ("num_steps", 0), ("slot", 2)])
+def test_stagger_offset_refuses_counts_out_of_range(name: str, value: int) -> None:
+    good = {"stagger_rank": 1, "num_slots": 2, "slot": 1, "num_steps": 4}
+    with pytest.raises(ValueError, match=name):
+        stagger_offset(**{**good, name: value})
+
+
+def test_L05_coverage() -> None:
+    validate_carry_coverage(streams=2, num_steps=4, interval=2, owner="DMD2")
+    with pytest.raises(ValueError, match="DMD2 would never update 2 of the 4 rungs") as error:
+        validate_carry_coverage(streams=1, num_steps=4, interval=2, owner="DMD2")
+    for part in ("num_steps=4", "interval=2", "gcd(4, 2) = 2", "streams=1", "at least 2 streams", "such as 3"):
+        assert part in str(error.value)
+
+
+def test_coverage_message_uses_the_names_of_the_configuration_and_a_change_that_works() -> None:
+    names = {"num_steps_name": "denoising_steps", "interval_name": "generator_update_interval"}
+    with pytest.raises(ValueError, match="denoising_steps=12 and generator_update_interval=6") as error:
+        validate_carry_coverage(streams=3, num_steps=12, interval=6, owner="Method", **names)
+    assert "gcd(12, 6) = 6" in str(error.value)
+    assert "another generator_update_interval, such as 7" in str(error.value)
+    validate_carry_coverage(streams=3, num_steps=12, interval=7, owner="Method", **names)
+    validate_carry_coverage(streams=6, num_steps=12, interval=6, owner="Method", **names)
+
+
+@pytest.mark.parametrize("name", ["streams", "num_steps", "interval"])
+@pytest.mark.parametrize("value", BAD_COUNTS, ids=repr)
+def test_coverage_refuses_bad_counts(name: str, value: Any) -> None:
+    good: dict[str, Any] = {"streams": 2, "num_steps": 4, "interval": 2}
+    with pytest.raises(ValueError, match=name):
+        validate_carry_coverage(**{**good, name: value}, owner="DMD2")
+
+
+def rungs_by_round(carry: TrajectoryCarry, *, stagger_rank: int, num_steps: int, rounds: int) -> list[list[int]]:
+    """Walk a carry by hand as its users do; per round, the rung of each slot that had its turn."""
+    found: list[list[int]] = [[] for _ in range(rounds)]
+    for _ in range(rounds * carry.num_slots):
+        now = carry.rounds
+        slot = carry.next_slot()
+        held = carry.slots[slot]
+        if held is None:
+            first = not carry.seeded[slot]
+            start = stagger_offset(stagger_rank=stagger_rank, num_slots=carry.num_slots, slot=slot, num_steps=num_steps)
+            rung = (start + now) % num_steps if first else 0
+        else:
+            rung = held["rung"]
+        if now < rounds:
+            found[now].append(rung)
+        if rung + 1 == num_steps:
+            carry.clear(slot)
+            carry.seeded[slot] = True
+        else:
+            carry.set(slot, state=None, rung=rung + 1, raw_batch=None)
+    return found
+
+
+def is_accepted(streams: int, num_steps: int, interval: int) -> bool:
+    try:
+        validate_carry_coverage(streams=streams, num_steps=num_steps, interval=interval, owner="test")
+    except ParameterError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("num_steps", range(1, 13))
+def test_L05_coverage_is_exact_for_all_configurations_up_to_12(num_steps: int) -> None:
+    every = set(range(num_steps))
+    for slots in range(1, 13):
+        walks = []
+        for rank in range(12):
+            walk = rungs_by_round(TrajectoryCarry(slots), stagger_rank=rank, num_steps=num_steps, rounds=num_steps + 1)
+            assert walk[0] == walk[num_steps]  # a stream's next rung follows from its rung, so this repeats for ever
+            assert all({rungs[slot] for rungs in walk} == every for slot in range(slots))  # each stream walks all rungs
+            walks.append(walk)
+        for interval in range(1, 13):
+            updated: set[int] = set()
+            for groups, walk in enumerate(walks, start=1):
+                updates = range(0, num_steps * interval, interval)
+                updated |= {rung for update in updates for rung in walk[update % num_steps]}
+                assert (updated == every) == is_accepted(groups * slots, num_steps, interval)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_coverage_holds_after_a_restart_at_any_micro_batch(num_steps: int) -> None:
+    every = set(range(num_steps))
+    for slots in range(1, 5):
+        for micro_batch in range(2 * slots):
+            walks = []
+            for rank in range(3):
+                carry = TrajectoryCarry(slots)
+                carry.restart(micro_batch)
+                assert carry.upcoming_slot == micro_batch % slots
+                walks.append(rungs_by_round(carry, stagger_rank=rank, num_steps=num_steps, rounds=30))
+            for interval in range(1, 7):
+                for groups in range(1, 4):
+                    # after the first round, which may be partial, and before the last, which is too
+                    rungs = {r for walk in walks[:groups] for rs in walk[interval:29:interval] for r in rs}
+                    if is_accepted(groups * slots, num_steps, interval) and 28 // interval >= num_steps:
+                        assert rungs == every, (slots, micro_batch, interval, groups)
+
+
+def test_accepted_exactly_from_the_gcd_on() -> None:
+    for num_steps in range(1, 40):
+        for interval in range(1, 40):
+            classes = math.gcd(num_steps, interval)
+            assert is_accepted(classes, num_steps, interval)
+            assert classes == 1 or not is_accepted(classes - 1, num_steps, interval)
+
+
+# Ranks
+
+
+def test_ranks_from_plain_arguments() -> None:
+    assert carry_rank_world() == (0, 1)
+    assert carry_rank_world(3, 8) == (3, 8)
+    assert [carry_rank_world(rank, 8, 4) for rank in range(8)] == [(0, 2)] * 4 + [(1, 2)] * 4
+    assert carry_rank_world(rank=5, world_size=6, sp_size=3) == (1, 2)
+    assert stagger_rank_and_groups(rank=5, world_size=6, sp_size=3) == (1, 2)
+    assert stagger_rank_and_groups(rank=5, world_size=6, sp_size=3, exact_shape=True) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, "rank=0 and world_size=None"),
+        ({"world_size": 2}, "rank=None and world_size=2"),
+        ({"rank": 2, "world_size": 2}, "rank must be at most 1"),
+        ({"rank": -1, "world_size": 2}, "rank"),
+        ({"rank": True, "world_size": 2}, "rank"),
+        ({"rank": 0, "world_size": 0}, "world_size"),
+        ({"rank": 0, "world_size": 6, "sp_size": 4}, "world_size=6, sp_size=4"),
+        ({"rank": 0, "world_size": 2, "sp_size": 4}, "world_size=2, sp_size=4"),
+        ({"rank": 0, "world_size": 2, "sp_size": 0}, "sp_size"),
+        ({"rank": 0, "world_size": 2, "sp_size": 1.0}, "sp_size"),
+        ({"peer_dims": ("sp",)}, "peer_dims needs mesh"),
+    ],
+)
+def test_L53_ranks_that_make_no_groups(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        carry_rank_world(**arguments)
+    with pytest.raises(ValueError, match=message):
+        stagger_rank_and_groups(**arguments, exact_shape=True)
+
+
+def test_exact_shape_is_a_bool() -> None:
+    with pytest.raises(ValueError, match="exact_shape"):
+        stagger_rank_and_groups(0, 1, exact_shape=1)  # type: ignore[arg-type]
+
+
+# Settings
+
+
+def test_L05_slots_follow_the_accumulation_rounds() -> None:
+    loop = types.SimpleNamespace(gradient_accumulation_steps=2)
+    assert parse_carry_slots({}, loop) == 2
+    assert parse_carry_slots({"rollout_carry_slots": None}, loop) == 2
+    assert parse_carry_slots({"rollout_carry_slots": 2}, loop) == 2
+    assert parse_carry_slots(types.SimpleNamespace(my_slots=2), {"gradient_accumulation_steps": 2}, key="my_slots") == 2
+    assert parse_carry_slots({}, types.SimpleNamespace(gradient_accumulation_steps=None)) == 1
+    with pytest.raises(ValueError, match="rollout_carry_slots=3 and gradient_accumulation_steps=2"):
+        parse_carry_slots({"rollout_carry_slots": 3}, loop)
+    with pytest.raises(ValueError, match="my_slots=1 and gradient_accumulation_steps=2"):
+        parse_carry_slots({"my_slots": 1, "rollout_carry_slots": 2}, loop, key="my_slots")
+
+
+@pytest.mark.parametrize("count", [count for count in BAD_COUNTS if count is not None], ids=repr)
+def test_L05_bad_counts_in_settings(count: Any) -> None:
+    with pytest.raises(ValueError, match="rollout_carry_slots"):
+        parse_carry_slots({"rollout_carry_slots": count}, {"gradient_accumulation_steps": 2})
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        parse_carry_slots({}, {"gradient_accumulation_steps": count})
+
+
+@pytest.mark.parametrize("loop", [{}, types.SimpleNamespace(), None])
+def test_settings_without_accumulation_rounds(loop: Any) -> None:
+    with pytest.raises(ValueError, match="loop_config has no gradient_accumulation_steps"):
+        parse_carry_slots({}, loop)
