@@ -1,0 +1,31 @@
+"""Several tasks, one sampling policy that every rank shares: nominal epochs in optimizer steps, not dataset sizes.
+
+Three levels draw apart: a task each step, a source (group) in the task, a system in the group. `resolve_task_schedule`
+turns tasks into probabilities and draws; `MultiTaskBatchSampler` iterates them over the tasks' own samplers.
+"""
+
+from gpusampler.tasks.exact import nominal_epoch
+from gpusampler.tasks.expected import ExpectedVisits, expected_visits
+from gpusampler.tasks.policies import POLICIES, POLICY_VERSION, resolve_task_schedule
+from gpusampler.tasks.sampler import MultiTaskBatchSampler, TaskBatch
+from gpusampler.tasks.schedule import Drawn, TaskSchedule
+from gpusampler.tasks.source import EmptyTaskError, Source, Task
+from gpusampler.tasks.systems import SystemGroup, system_probabilities
+
+__all__ = [
+    "POLICIES",
+    "POLICY_VERSION",
+    "Drawn",
+    "EmptyTaskError",
+    "ExpectedVisits",
+    "MultiTaskBatchSampler",
+    "Source",
+    "SystemGroup",
+    "Task",
+    "TaskBatch",
+    "TaskSchedule",
+    "expected_visits",
+    "nominal_epoch",
+    "resolve_task_schedule",
+    "system_probabilities",
+]

@@ -1,0 +1,68 @@
+"""One table on every rank, or an error on every rank: compared before the first step.
+
+Ranks that drew from different tables would train different tasks in the same collective and never notice. Each gathers
+the tables (or errors) of all: one collective of a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from gpusampler.errors import ParameterError, ParameterTypeError, quote
+
+ProcessGroup: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
+T = TypeVar("T")
+_LIMIT = 2000
+
+
+def gather(value: Any, process_group: ProcessGroup) -> list[Any]:
+    """`value` of every rank of the group, in rank order; only the own one without a group.
+
+    Args:
+        value: Anything that pickles.
+        process_group: The processes that must agree; "auto" is the world when torch.distributed runs with more than one
+            process; None is this process alone.
+    """
+    if process_group is None:
+        return [value]
+    if isinstance(process_group, str):
+        if process_group != "auto":
+            raise ParameterTypeError(f'process_group must be a group, "auto" or None, got {quote(process_group)}')
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return [value]
+        process_group = dist.group.WORLD
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def agreed(make: Callable[[], T], view: Callable[[T], Any], process_group: ProcessGroup) -> T:
+    """What `make` returns, if it succeeds on every rank and `view` of it is the same there.
+
+    Args:
+        make: Resolves something on this rank; no rank waits for one on which it raises.
+        view: What ranks must have in common.
+        process_group: The processes that must agree, as in `gather`.
+
+    Raises:
+        ParameterError: Another rank raised, or ranks differ; shows the views of rank 0 and of the first that differs.
+    """
+    try:
+        made = make()
+    except Exception as error:
+        gather((str(error), None), process_group)
+        raise
+    answers = gather((None, view(made)), process_group)
+    for rank, (failure, _) in enumerate(answers):
+        if failure is not None:
+            raise ParameterError(f"rank {rank} cannot resolve the task schedule: {failure}")
+    for rank, (_, other) in enumerate(answers):
+        if other != answers[0][1]:
+            raise ParameterError(
+                f"ranks resolve different task schedules: rank 0 has {quote(answers[0][1], _LIMIT)}, "
+                f"rank {rank} has {quote(other, _LIMIT)}"
+            )
+    return made

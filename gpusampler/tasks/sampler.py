@@ -1,0 +1,221 @@
+"""Iterates a task schedule over the tasks' own samplers: one task each optimizer step, each sampler in its own epochs.
+
+Every rank holds the same schedule and its own rank's samplers, so all ranks train the same task in the same step and
+collectives inside the samplers keep their order. The place of every sampler is a function of the step (how often the
+schedule has read it before), which is what a resume restores: O(samplers) with states of the samplers' own, else one
+skip within an epoch each. Ranks compare schedules, lengths and accumulations once, in the constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
+from gpusampler.tasks.agree import ProcessGroup, agreed
+from gpusampler.tasks.reader import SamplerReader
+from gpusampler.tasks.schedule import Drawn, TaskSchedule
+from gpusampler.tasks.systems import SystemGroup
+
+STATE_FORMAT = 1
+
+
+class TaskBatch(tuple[str, list[int]]):
+    """The pair (task, indices), with where it comes from.
+
+    Attributes:
+        step: Global optimizer step.
+        source: Position of the source in the task; `indices` count within its data.
+        system: Position of the system in the source, None without systems; `indices` then count within its data.
+    """
+
+    step: int
+    source: int
+    system: int | None
+
+    def __new__(cls, task: str, indices: list[int], step: int, source: int, system: int | None) -> TaskBatch:
+        """Pair `task` with `indices`."""
+        batch = super().__new__(cls, (task, indices))
+        batch.step, batch.source, batch.system = step, source, system
+        return batch
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return self[0]
+
+    @property
+    def indices(self) -> list[int]:
+        """One micro-batch of this rank."""
+        return self[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with the attributes: loader workers get batches through a queue."""
+        return TaskBatch, (*self, self.step, self.source, self.system)
+
+
+class MultiTaskBatchSampler:
+    """Yields (task, indices): `grad_accum` micro-batches of one task each optimizer step.
+
+    In a `DataLoader` it goes where a sampler goes, and the dataset is indexed with the pair:
+    `DataLoader(dataset, sampler=MultiTaskBatchSampler(schedule), batch_size=None)`.
+
+    A pass is `schedule.num_steps` steps. Iterating starts the pass that `set_epoch` chose (0 at first) at its
+    beginning, or, once after `load_state_dict`, where the state was taken. The tasks' own epochs go on from pass to
+    pass.
+
+    Args:
+        schedule: With a step budget, and a sampler behind every source (or system) that it can draw.
+        process_group: Processes that must agree; "auto" is the world when torch.distributed runs with more than one
+            process.
+
+    Raises:
+        ParameterError: The schedule cannot be iterated, or (on every rank) the ranks do not agree.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> from gpusampler.tasks import Task, resolve_task_schedule
+        >>> water, alloy = BatchSampler(range(4), 2, False), BatchSampler(range(3), 3, False)
+        >>> tasks = [Task("water", [water]), Task("alloy", [alloy])]
+        >>> schedule = resolve_task_schedule(tasks, "epoch", num_steps=4, draw="low_discrepancy")
+        >>> list(MultiTaskBatchSampler(schedule))
+        [('water', [0, 1]), ('water', [2, 3]), ('alloy', [0, 1, 2]), ('water', [0, 1])]
+    """
+
+    def __init__(self, schedule: TaskSchedule, *, process_group: ProcessGroup = "auto") -> None:
+        if not isinstance(schedule, TaskSchedule):
+            raise ParameterTypeError(f"schedule must be a TaskSchedule, got {quote(schedule)}")
+        if schedule.num_steps is None:
+            raise ParameterError("schedule must have a step budget to be iterated: give num_steps or num_epoch_dict")
+        self.schedule = schedule
+        self.num_steps: int = schedule.num_steps
+        self.epoch = 0
+        self._readers = agreed(lambda: _readers(schedule), lambda readers: _view(schedule, readers), process_group)
+        self._step = 0
+        self._micro_batch = 0
+        self._resumed = False
+        self._lengths: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Micro-batches of the current pass, the same on every rank; of every pass if all samplers accumulate alike."""
+        accumulations = {reader.grad_accum for reader in self._readers.values()}
+        if len(accumulations) == 1:
+            return self.num_steps * accumulations.pop()
+        if self.epoch not in self._lengths:
+            visits = self._visits(self.epoch * self.num_steps, (self.epoch + 1) * self.num_steps)
+            self._lengths[self.epoch] = sum(n * self._readers[drawn].grad_accum for drawn, n in visits.items())
+        return self._lengths[self.epoch]
+
+    def __iter__(self) -> Iterator[TaskBatch]:
+        """Micro-batches of this rank, from the start of the pass or from where a state was loaded."""
+        if not self._resumed:
+            self._go_to(self.epoch * self.num_steps)
+        self._resumed = False
+        end = (self.epoch + 1) * self.num_steps
+        while self._step < end:
+            drawn = self.schedule.draw_at(self._step)
+            reader = self._readers[drawn]
+            task = self.schedule.tasks[drawn.task].name
+            batch = TaskBatch(task, reader.next(), self._step, drawn.source, drawn.system)
+            self._micro_batch += 1
+            if self._micro_batch == reader.grad_accum:
+                self._step, self._micro_batch = self._step + 1, 0
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the pass that the next iteration runs; the pass of a loaded state keeps its place.
+
+        Args:
+            epoch: From 0.
+        """
+        check_int("epoch", epoch, minimum=0)
+        if epoch != self.epoch:
+            self.epoch = int(epoch)
+            self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place of the schedule and of every sampler, in plain types.
+
+        It counts what was handed out: take it where the loader does not read ahead (`num_workers=0`), or between
+        passes.
+        """
+        return {
+            "format": STATE_FORMAT,
+            **self.schedule.table(),
+            "num_steps": self.num_steps,
+            "step": self._step,
+            "micro_batch": self._micro_batch,
+            "draw_counts": self.schedule.draws.counts(self._step),
+            "read": {reader.label: reader.micro_batches for reader in self._readers.values()},
+            "samplers": {reader.label: reader.sampler_state() for reader in self._readers.values()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, with the samplers of a schedule that draws the same.
+
+        The step budget may differ: a longer run continues a shorter one.
+
+        Raises:
+            ParameterError: The state is of another format, policy, version, seed or table; the message names the field.
+        """
+        if not isinstance(state, Mapping):
+            raise ParameterTypeError(f"state must be a mapping from state_dict, got {quote(state)}")
+        required = {"format": STATE_FORMAT, **self.schedule.table()}
+        for field, value in required.items():
+            if state.get(field) != value:
+                raise ParameterError(
+                    f"state has {field} {quote(state.get(field), 400)}, this schedule has {quote(value, 400)}"
+                )
+        readers = {reader.label: reader for reader in self._readers.values()}
+        if state["read"].keys() != readers.keys():
+            raise ParameterError(f"state has samplers {sorted(state['read'])}, this schedule has {sorted(readers)}")
+        self.schedule.draws.resume(state["step"], state["draw_counts"])
+        for label, reader in readers.items():
+            reader.seek(state["read"][label], state["samplers"][label])
+        self._step, self._micro_batch = state["step"], state["micro_batch"]
+        self.epoch = self._step // self.num_steps
+        self._resumed = True
+
+    def _visits(self, start: int, stop: int) -> dict[Drawn, int]:
+        visits = dict.fromkeys(self._readers, 0)
+        for step in range(start, stop):
+            visits[self.schedule.draw_at(step)] += 1
+        return visits
+
+    def _go_to(self, step: int) -> None:
+        """Bring every sampler to where it is before `step`: nothing to do between passes, else O(step)."""
+        if (self._step, self._micro_batch) == (step, 0):
+            return
+        for drawn, visits in self._visits(0, step).items():
+            reader = self._readers[drawn]
+            reader.seek(visits * reader.grad_accum)
+        self._step, self._micro_batch = step, 0
+
+
+def _readers(schedule: TaskSchedule) -> dict[Drawn, SamplerReader]:
+    """A reader for everything that the schedule can draw."""
+    readers: dict[Drawn, SamplerReader] = {}
+    owners: dict[int, str] = {}
+    for t, task in enumerate(schedule.tasks):
+        if not schedule.exact[task.name]:
+            continue
+        for s, (source, p) in enumerate(zip(task.sources, task.probabilities, strict=True)):
+            group = source.workload
+            leaves: list[tuple[int | None, Any]] = [(None, group)]
+            if isinstance(group, SystemGroup):
+                leaves = [(i, system) for i, system in enumerate(group.workloads) if group.exact[i]]
+            for system, sampler in leaves if p else []:
+                label = f"{task.name}/{s}" if system is None else f"{task.name}/{s}/{system}"
+                if id(sampler) in owners:
+                    raise ParameterError(
+                        f"{label} and {owners[id(sampler)]} share one sampler: each needs its own epochs"
+                    )
+                readers[Drawn(t, s, system)] = SamplerReader(sampler, label, source.grad_accum)
+                owners[id(sampler)] = label
+    return readers
+
+
+def _view(schedule: TaskSchedule, readers: Mapping[Drawn, SamplerReader]) -> dict[str, Any]:
+    """What ranks must have in common."""
+    shapes = {reader.label: [reader.length, reader.grad_accum] for reader in readers.values()}
+    return {**schedule.table(), "num_steps": schedule.num_steps, "samplers": shapes}

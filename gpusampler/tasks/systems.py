@@ -1,0 +1,161 @@
+"""The third level: which system of a group a step reads, in the forms that users of deepmd-kit know.
+
+`auto_prob` is a string: "prob_uniform" gives every system the same probability; "prob_sys_size" gives each a
+probability in proportion to its batches; "prob_sys_size;start:end:weight;..." splits the list into blocks, whose
+weights are normalised and shared within a block in proportion to batches. A system outside every block has probability
+0. `sys_probs` is a list with one entry a system, in which negative entries share what the others leave of 1, in
+proportion to batches. Everything is exact and O(systems); at most one of the two forms is given.
+
+Where deepmd-kit lets a mistake through (blocks that overlap or end beyond the list, a block with weight and no batches,
+a rest that no system takes), these raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from gpusampler.errors import ParameterError, ParameterTypeError, check_float, check_int, quote
+from gpusampler.tasks.count import Batches, count_steps, resolve_batches
+from gpusampler.tasks.draws import IndependentDraws, check_step, mix
+from gpusampler.tasks.exact import SUM_SLACK, as_floats, nominal_epoch, normalise, share_rest
+
+_FORMS = '"prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;..."'
+_SYSTEM_LEVEL = 3
+
+
+def system_probabilities(
+    sizes: Sequence[int], auto_prob: str = "prob_sys_size", sys_probs: Sequence[float] | None = None
+) -> tuple[Fraction, ...]:
+    """Probability of each system of a group; `sys_probs`, where given, takes the place of `auto_prob`.
+
+    Args:
+        sizes: Batches of each system.
+        auto_prob: "prob_uniform", "prob_sys_size", or "prob_sys_size;start:end:weight;..." with `end` excluded.
+        sys_probs: Probability of each system; negative entries share the rest.
+
+    Raises:
+        ParameterError: The form is unknown or cannot be honoured.
+
+    Example:
+        >>> [str(p) for p in system_probabilities([2, 1, 3], "prob_sys_size;0:1:0.5;1:3:0.5")]
+        ['1/2', '1/8', '3/8']
+        >>> [str(p) for p in system_probabilities([2, 1, 3], sys_probs=[0.5, -1, -1])]
+        ['1/2', '1/8', '3/8']
+    """
+    if not sizes:
+        raise ParameterError("systems must not be empty, got 0 systems")
+    if sys_probs is not None:
+        return _listed(sizes, sys_probs)
+    if not isinstance(auto_prob, str):
+        raise ParameterTypeError(f"auto_prob must be {_FORMS}, got {quote(auto_prob)}")
+    style, *blocks = (part.strip() for part in auto_prob.split(";"))
+    if style == "prob_uniform" and not blocks:
+        return (Fraction(1, len(sizes)),) * len(sizes)
+    if style == "prob_sys_size" and not blocks:
+        return normalise([Fraction(size) for size in sizes], "batches of the systems")
+    if style == "prob_sys_size":
+        return _blocks(sizes, auto_prob, blocks)
+    raise ParameterError(f"auto_prob must be {_FORMS}, got {quote(auto_prob)}")
+
+
+def _listed(sizes: Sequence[int], sys_probs: Sequence[float]) -> tuple[Fraction, ...]:
+    if len(sys_probs) != len(sizes):
+        raise ParameterError(
+            f"sys_probs must have one entry for each of the {len(sizes)} systems, got {len(sys_probs)}"
+        )
+    values = [check_float(f"sys_probs[{i}]", p) for i, p in enumerate(sys_probs)]
+    given = [Fraction(p) if p >= 0 else None for p in values]
+    if None not in given and abs(sum((p for p in given if p is not None), Fraction(-1))) > SUM_SLACK:
+        raise ParameterError(
+            f"sys_probs must sum to 1, or have negative entries that share the rest, got {quote(values)}"
+        )
+    return share_rest(given, sizes, "sys_probs")
+
+
+def _blocks(sizes: Sequence[int], auto_prob: str, blocks: Sequence[str]) -> tuple[Fraction, ...]:
+    parsed = [_block(index, text, len(sizes)) for index, text in enumerate(blocks)]
+    weights = normalise([weight for _, _, weight in parsed], f"block weights of auto_prob {quote(auto_prob)}")
+    probabilities = [Fraction(0)] * len(sizes)
+    covered_by: dict[int, int] = {}
+    for index, ((start, end, _), weight) in enumerate(zip(parsed, weights, strict=True)):
+        size = sum(sizes[start:end])
+        if weight > 0 and size == 0:
+            raise ParameterError(f"auto_prob block {index} ({blocks[index]!r}) has weight and no batches")
+        for system in range(start, end):
+            if system in covered_by:
+                raise ParameterError(
+                    f"auto_prob blocks {covered_by[system]} and {index} ({blocks[index]!r}) both hold system {system}"
+                )
+            covered_by[system] = index
+            probabilities[system] = weight * sizes[system] / size if size else Fraction(0)
+    return tuple(probabilities)
+
+
+def _block(index: int, text: str, num_systems: int) -> tuple[int, int, Fraction]:
+    try:
+        start_text, end_text, weight_text = text.split(":")
+        start, end, weight = int(start_text), int(end_text), float(weight_text)
+    except ValueError:
+        raise ParameterError(f"auto_prob block {index} must read start:end:weight, got {text!r}") from None
+    if not 0 <= start < end <= num_systems:
+        raise ParameterError(f"auto_prob block {index} must have 0 <= start < end <= {num_systems}, got {text!r}")
+    return start, end, Fraction(check_float(f"weight of auto_prob block {index}", weight, minimum=0.0))
+
+
+class SystemGroup:
+    """Systems that are drawn with given probabilities, as one workload.
+
+    Args:
+        systems: Batches of each system in optimizer steps: an int, a callable, or a sampler, as in `Source`.
+        auto_prob: How the probabilities follow from the batches.
+        sys_probs: The probabilities themselves; takes the place of `auto_prob`.
+        names: What errors and reports call the systems; their positions by default.
+
+    Example:
+        >>> group = SystemGroup([2, 1, 3], "prob_sys_size;0:1:0.5;1:3:0.5")
+        >>> len(group), group.probabilities
+        (8, [0.5, 0.125, 0.375])
+    """
+
+    def __init__(
+        self,
+        systems: Sequence[Batches],
+        auto_prob: str = "prob_sys_size",
+        sys_probs: Sequence[float] | None = None,
+        *,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.names = tuple(f"system {i}" for i in range(len(systems))) if names is None else tuple(names)
+        if len(self.names) != len(systems):
+            raise ParameterError(f"names must have one entry for each of {len(systems)} systems, got {len(self.names)}")
+        self.workloads = tuple(resolve_batches(system, name) for system, name in zip(systems, self.names, strict=True))
+        self.sizes = tuple(count_steps(load, name) for load, name in zip(self.workloads, self.names, strict=True))
+        self.exact = system_probabilities(self.sizes, auto_prob, sys_probs)
+        self._length = nominal_epoch(self.sizes, self.exact, self.names)
+        self._draws: tuple[int, IndependentDraws] | None = None
+
+    @property
+    def probabilities(self) -> list[float]:
+        """Probability of each system."""
+        return as_floats(self.exact)
+
+    def __len__(self) -> int:
+        """Optimizer steps of a nominal epoch: every system is then expected to have been seen in full."""
+        return self._length
+
+    def get_nsystems(self) -> int:
+        """Number of systems: what the legacy policy counts."""
+        return len(self.workloads)
+
+    def system_at(self, step: int, seed: int) -> int:
+        """System drawn at `step`, from (seed, step) alone.
+
+        Args:
+            step: Global optimizer step.
+            seed: Key of this group's draws.
+        """
+        check_int("seed", seed)
+        if self._draws is None or self._draws[0] != seed:
+            self._draws = seed, IndependentDraws(self.exact, mix(seed, _SYSTEM_LEVEL))
+        return self._draws[1].at(check_step(step))
