@@ -34,6 +34,7 @@ from gpusampler.carry import (
 from gpusampler.carry.snapshot import held_bytes
 from gpusampler.errors import ParameterError
 
+PAGE = Path(__file__).parent.parent / "docs" / "carry.md"
 BAD_COUNTS = [True, False, 0, -1, 2.0, 1.5, "2", None, Fraction(2), float("nan")]
 
 
@@ -42,6 +43,21 @@ def test_doctests(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"gpusampler.carry.{name}"))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_page() -> None:
+    result = doctest.testfile(str(PAGE), module_relative=False)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_pictures_on_the_page() -> None:
+    rows = [line.split()[-9:] for line in PAGE.read_text().splitlines() if "  rung " in line]
+    walks = [rungs_by_round(TrajectoryCarry(2), stagger_rank=rank, num_steps=4, rounds=9) for rank in (0, 1)]
+    at_step = [walks[0][step] + walks[1][step] for step in range(9)]  # the rungs of streams A, B, C, D
+    assert rows[:4] == [["ABCD"[rungs.index(rung)] for rungs in at_step] for rung in range(4)]
+    alone = rungs_by_round(TrajectoryCarry(1), stagger_rank=0, num_steps=4, rounds=9)
+    assert rows[4:] == [["A" if rungs == [rung] else "." for rungs in alone] for rung in range(4)]
 
 
 # Slots
