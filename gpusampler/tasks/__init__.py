@@ -4,6 +4,8 @@ Three levels draw apart: a task each step, a source (group) in the task, a syste
 turns tasks into probabilities and draws; `MultiTaskBatchSampler` iterates them over the tasks' own samplers.
 """
 
+from gpusampler.tasks.adapters import System, array_systems, make_source, record_systems
+from gpusampler.tasks.config import schedule_from_config
 from gpusampler.tasks.exact import nominal_epoch
 from gpusampler.tasks.expected import ExpectedVisits, expected_visits
 from gpusampler.tasks.policies import POLICIES, POLICY_VERSION, resolve_task_schedule
@@ -20,12 +22,17 @@ __all__ = [
     "ExpectedVisits",
     "MultiTaskBatchSampler",
     "Source",
+    "System",
     "SystemGroup",
     "Task",
     "TaskBatch",
     "TaskSchedule",
+    "array_systems",
     "expected_visits",
+    "make_source",
     "nominal_epoch",
+    "record_systems",
     "resolve_task_schedule",
+    "schedule_from_config",
     "system_probabilities",
 ]

@@ -100,7 +100,8 @@ def record_systems(
 
 
 def _systems_of_file(file: Path, root: Path, table: str, system: str, length: str) -> list[System]:
-    columns = ", ".join(_quoted(name) for name in (system, length))
+    # qualified: SQLite takes an unknown name in double quotes for a string
+    columns = ", ".join(f"{_quoted(table)}.{_quoted(name)}" for name in (system, length))
     connection = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
     try:
         rows = connection.execute(f"SELECT {columns} FROM {_quoted(table)} ORDER BY rowid").fetchall()

@@ -20,13 +20,14 @@ SUM_SLACK = Fraction(1, 10**8)
 
 
 def round_up(value: Fraction) -> int:
-    """Smallest integer that is not below `value` by more than one part in 10**12.
+    """The next integer at or above `value`; the one below it if `value` exceeds that by at most one part in 10**12.
 
     Example:
         >>> round_up(3 / Fraction(0.3)), round_up(Fraction(7, 2))
         (10, 4)
     """
-    return math.ceil(value * (1 - ROUNDING))
+    below = math.floor(value)
+    return below if value - below <= value * ROUNDING else below + 1
 
 
 def normalise(weights: Sequence[Fraction], what: str) -> tuple[Fraction, ...]:

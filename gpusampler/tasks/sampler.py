@@ -206,12 +206,10 @@ def _readers(schedule: TaskSchedule) -> dict[Drawn, SamplerReader]:
                 leaves = [(i, system) for i, system in enumerate(group.workloads) if group.exact[i]]
             for system, sampler in leaves if p else []:
                 label = f"{task.name}/{s}" if system is None else f"{task.name}/{s}/{system}"
-                if id(sampler) in owners:
-                    raise ParameterError(
-                        f"{label} and {owners[id(sampler)]} share one sampler: each needs its own epochs"
-                    )
                 readers[Drawn(t, s, system)] = SamplerReader(sampler, label, source.grad_accum)
-                owners[id(sampler)] = label
+                owner = owners.setdefault(id(sampler), label)
+                if owner != label:
+                    raise ParameterError(f"{owner} and {label} share one sampler: each needs its own epochs")
     return readers
 
 

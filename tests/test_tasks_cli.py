@@ -1,0 +1,110 @@
+"""`gpusampler tasks CONFIG`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gpusampler.tasks.cli import register
+
+
+def call(tmp_path, config, *options):
+    path = tmp_path / "tasks.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    parser = argparse.ArgumentParser()
+    register(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(["tasks", str(path), *options])
+    return arguments.func(arguments)
+
+
+WATER = [{"batches": 30, "prob": 0.75}, {"batches": 10, "prob": 0.25}, {"batches": 1000, "prob": 0}]
+ALLOY = {"sources": [{"systems": [2, 1, 3], "auto_prob": "prob_sys_size;0:1:0.5;1:3:0.5", "name": "phases"}]}
+
+
+def test_report_in_text(tmp_path, capsys):
+    config = {"policy": "epoch", "policy_version": 1, "num_steps": 4800, "tasks": {"water": WATER, "alloy": ALLOY}}
+    assert call(tmp_path, config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "policy epoch (version 1), draw iid, seed 0, 4800 steps"
+    cells = [line.split() for line in lines[2:-1]]
+    assert [c[:4] for c in cells] == [
+        ["water", "0.833333", "40", "4000.0"],
+        ["water/0", "0.625000", "30", "3000.0"],
+        ["water/1", "0.208333", "10", "1000.0"],
+        ["water/2", "0.000000", "0", "0.0"],
+        ["alloy", "0.166667", "8", "800.0"],
+    ]
+    assert [c[5] for c in cells] == ["100", "100", "100", "0", "100"]
+
+
+def test_report_in_json_and_the_default_policy(tmp_path, capsys):
+    assert call(tmp_path, {"tasks": {"water": WATER, "alloy": ALLOY}}, "--num-steps", "600", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["policy"], report["policy_version"], report["num_steps"]) == ("legacy", 1, 600)
+    assert report["probabilities"] == {"water": "1/2", "alloy": "1/2"}  # three sources, three systems
+    assert [row["visits"] for row in report["expected"] if row["source"] is None] == [300.0, 300.0]
+
+
+def test_epochs_decide_the_budget_and_tasks_can_be_excluded(tmp_path, capsys):
+    tasks = {"water": WATER, "alloy": ALLOY, "none": []}
+    config = {
+        "num_epoch_dict": {"water": 2, "alloy": 0.5},
+        "exclude": ["none"],
+        "draw": "low_discrepancy",
+        "tasks": tasks,
+    }
+    assert call(tmp_path, config) == 0
+    out = capsys.readouterr().out
+    assert "policy num_epoch_dict (version 1), draw low_discrepancy, seed 0, 84 steps" in out
+    assert "excluded: none" in out
+
+
+def test_the_report_in_the_documentation_is_what_its_configuration_gives(tmp_path, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+    (config,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (shown,) = re.findall(r"\$ gpusampler tasks tasks.json\n(.*?)```", text, re.DOTALL)
+    assert call(tmp_path, config) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "Expecting property name"),
+        ([], "configuration must be a mapping"),
+        ({"tasks": {"a": [{"batches": 3}]}, "polcy": "epoch"}, "configuration has unknown keys ['polcy']"),
+        ({"tasks": [1]}, "tasks must map names to tasks"),
+        ({"tasks": {"a": 3}}, "task 'a' must be a mapping"),
+        ({"tasks": {"a": {"sources": 3}}}, "sources of task 'a' must be a list"),
+        ({"tasks": {"a": [{"prob": 1}]}}, "source 0 of task 'a' must have one of"),
+        ({"tasks": {"a": [{"batches": 3, "systems": [1]}]}}, "must have one of"),
+        ({"tasks": {"a": [{"batches": "3"}]}}, "source 0 of task 'a': batches of the source must be an int"),
+        ({"tasks": {"a": [{"batches": 3, "auto_prob": "x"}]}}, "a source with batches has unknown keys ['auto_prob']"),
+        ({"tasks": {"a": [{"systems": 3}]}}, "systems must be a list of ints"),
+        ({"tasks": {"a": [{"systems": [1], "auto_prob": "x"}]}}, "source 0 of task 'a': auto_prob must be"),
+        ({"tasks": {"a": [{"lengths": 3, "sampler": {}}]}}, "a path must be a string, got 3"),
+        ({"tasks": {"a": [{"lengths": "no.npy", "sampler": {}}]}}, "lengths must be an .npy file"),
+        ({"tasks": {"a": [{"records": "no.db", "sampler": {}}]}}, "path must be a record store"),
+        ({"tasks": {"a": [{"batches": 3}]}}, "num_steps must be given"),
+        ({"tasks": {"a": [{"batches": 0}]}, "num_steps": 1}, "task 'a' has no batches"),
+        ({"tasks": {"a": [{"batches": 1}]}, "num_steps": 1, "policy_version": 7}, "policy_version must be 1"),
+    ],
+)
+def test_bad_configurations_are_one_line_and_exit_code_2(tmp_path, capsys, config, message):
+    assert call(tmp_path, config) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert message in captured.err
+
+
+def test_a_missing_file_is_exit_code_2(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    register(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(["tasks", str(tmp_path / "none.json")])
+    assert arguments.func(arguments) == 2
+    assert "No such file" in capsys.readouterr().err
