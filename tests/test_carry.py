@@ -419,27 +419,38 @@ def test_snapshots_of_transformers_and_tensordict() -> None:
 
 
 class TensorLike:
-    """The part of the tensor protocol that tensor dictionaries and graph batches have."""
+    """The part of the tensor protocol that tensor dictionaries and graph batches have; what it holds is hidden."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.inner = types.MappingProxyType({"x": x})
+        self.get = lambda: x
 
     def clone(self) -> TensorLike:
-        return TensorLike(self.inner["x"].clone())
+        return TensorLike(self.get().clone())
 
     def detach(self) -> TensorLike:
-        return TensorLike(self.inner["x"].detach())
+        return TensorLike(self.get().detach())
 
     def to(self, device: torch.device) -> TensorLike:
-        return TensorLike(self.inner["x"].to(device))
+        return TensorLike(self.get().to(device))
 
 
-def test_snapshots_use_clone_where_there_is_one() -> None:
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_snapshots_use_clone_where_there_is_one(device: Any) -> None:
     x = torch.zeros(2, requires_grad=True)
-    kept = snapshot_raw_batch([TensorLike(x)], "cpu")[0].inner["x"]
+    kept = snapshot_raw_batch([TensorLike(x)], device)[0].get()
     assert kept.data_ptr() != x.data_ptr()
     assert not kept.requires_grad
-    assert snapshot_raw_batch(TensorLike(x), "meta").inner["x"].device.type == "meta"
+    assert snapshot_raw_batch(TensorLike(x), "meta").get().device.type == "meta"
+
+
+def test_snapshots_of_objects_that_move_themselves() -> None:
+    x = torch.ones(2, requires_grad=True) * 2  # deepcopy refuses it
+    in_place, with_slots = MovesInPlace(x), MovesSlots(x)
+    kept = snapshot_raw_batch([in_place, with_slots], "cpu")
+    assert (kept[0].moved_to, kept[1].device) == (torch.device("cpu"), "cpu")
+    assert (in_place.moved_to, with_slots.device) == (None, "unset")
+    assert not kept[0].x.requires_grad
+    assert in_place.x is with_slots._x is x
 
 
 @pytest.mark.parametrize("device", [True, 1.5, "nowhere", b"cpu"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gpusampler.carry import CarryLoop, CarryStep, ode_renoise, rectified_flow, sde_renoise
+from gpusampler.carry import CarryLoop, CarryStep, ode_renoise, rectified_flow, sde_renoise, snapshot_raw_batch
 from gpusampler.errors import ParameterError
 
 GRID = [1.0, 0.75, 0.5, 0.25]
@@ -132,6 +132,19 @@ def test_gradients_reach_the_model_and_not_the_carried_state() -> None:
         assert not loop.step({"x": torch.zeros(1)}).pred.requires_grad
 
 
+def test_renoise_sees_no_graph() -> None:
+    weight = nn.Parameter(torch.tensor(0.5))
+    seen = []
+
+    def renoise(state: torch.Tensor, pred: torch.Tensor, timestep: float, next_timestep: float, batch: Any) -> Any:
+        seen.append((pred.requires_grad, torch.is_grad_enabled(), timestep, next_timestep, batch["x"].item()))
+        return pred
+
+    loop, _ = make_loop(model=lambda state, timestep, batch: state * weight, renoise=renoise, grid=[1.0, 0.5])
+    assert [step.pred.requires_grad for step in walk(loop, 3)] == [True] * 3
+    assert seen == [(False, False, 1.0, 0.5, 0.0)] * 2 + [(False, False, 1.0, 0.5, 2.0)]
+
+
 def test_a_model_with_static_output_and_inference_mode() -> None:
     output = torch.zeros(1)
 
@@ -142,7 +155,7 @@ def test_a_model_with_static_output_and_inference_mode() -> None:
     with torch.inference_mode():
         states = [step.state.clone() for step in walk(loop, 4)]
     assert [state.item() for state in states] == [1.0, 0.5, 0.25, 0.125]
-    assert not loop.carry.slots or all(held is None for held in loop.carry.slots)
+    assert loop.carry.slots == [None]
 
 
 def test_slot_must_be_the_accumulation_index() -> None:
@@ -522,8 +535,6 @@ def test_walk_on_a_gpu_agrees_with_the_cpu() -> None:
 @needs_gpu
 @pytest.mark.parametrize("place", ["cpu", "pinned", "cuda"])
 def test_snapshots_to_a_gpu_never_alias(place: str) -> None:
-    from gpusampler.carry import snapshot_raw_batch
-
     source = torch.arange(1 << 20, dtype=torch.float32)
     source = source.pin_memory() if place == "pinned" else source.to(place)
     expected = source.cpu().clone()
@@ -538,6 +549,7 @@ def test_snapshots_to_a_gpu_never_alias(place: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_carried_calls_on_a_gpu_do_not_synchronise() -> None:
     loop, _ = make_loop(num_slots=2, grid=torch.tensor(GRID, device="cuda"), device="cuda")
     batch = {"x": torch.zeros(3, device="cuda")}
@@ -553,7 +565,7 @@ def test_carried_calls_on_a_gpu_do_not_synchronise() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_memory_reported_on_a_gpu_is_what_the_allocator_holds() -> None:
-    loop, _ = make_loop(num_slots=2, device="cuda")
+    loop, _ = make_loop(num_slots=2, device="cuda", model=lambda state, timestep, batch: state * 0.5)
     size = 1 << 20
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

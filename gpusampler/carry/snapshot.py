@@ -173,8 +173,6 @@ class _Copier:
 
     def _move(self, value: Any) -> Any:
         private = _Copier(None).copy(value)
-        if private is value:
-            private = copy.deepcopy(value)
         moved = private.to(self.device)
         return private if moved is None else moved
 
