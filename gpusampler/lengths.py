@@ -252,8 +252,6 @@ def _as_numbers(items: Any) -> _Array:
         items = _from_tensor(items)
     elif isinstance(items, np.ma.MaskedArray):
         items = items.filled(0)
-    elif _is_from("pyarrow", items):
-        items = np.asarray(items.fill_null(0) if items.null_count else items)
     elif isinstance(items, range) and max(abs(items[0]), abs(items[-1])) <= MAX_LENGTH:
         items = np.arange(items.start, items.stop, items.step)
     elif hasattr(items, "__array__"):
