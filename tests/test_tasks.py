@@ -69,7 +69,11 @@ def test_L35d_explicit_weights_are_kept_and_normalised(how):
         return resolve_task_schedule(tasks, policy="epoch", num_steps=10)
 
     assert resolve({"a": 0.3, "b": 0.7}).probabilities == {"a": 0.3, "b": 0.7}
+    assert resolve({"a": 1e308, "b": 1e308}).probabilities == {"a": 0.5, "b": 0.5}
     assert resolve({"a": 3, "b": 1}).probabilities == {"a": 0.75, "b": 0.25}
+    three = [Task(name, [1]) for name in "abc"]
+    given = {"a": 0.1, "b": 0.34, "c": 0.56}  # dividing by the exact sum would move these
+    assert resolve_task_schedule(three, num_steps=1, model_prob=given).probabilities == given
     never = resolve({"b": 2, "a": 0})
     assert never.probabilities == {"a": 0.0, "b": 1.0}
     assert never.policy == "model_prob"
@@ -234,6 +238,7 @@ def test_a_task_of_weight_zero_may_be_empty():
         ({"seed": "x"}, "seed must be an int"),
         ({"draw": "sobol"}, "draw must be one of"),
         ({"exclude": ["c"]}, r"exclude names no task: \['c'\]"),
+        ({"exclude": 3}, "exclude must be a list of task names"),
         ({"exclude": "a"}, "exclude must be a list of task names"),
         ({"exclude": ["a", "b"]}, "tasks must hold at least one task"),
         ({"num_epoch_dict": {"a": 1, "b": 1}}, "excludes num_steps, got 10"),
@@ -333,6 +338,7 @@ def test_legacy_is_the_default_and_mixes_units_as_of_old():
     default = resolve_task_schedule(tasks, num_steps=10)
     assert (default.policy, default.policy_version) == ("legacy", 1)
     assert default.probabilities == {"folders": 0.03, "records": 0.97}
+    assert default.table() == resolve_task_schedule(tasks, policy=None, policy_version=None, num_steps=10).table()
     assert default.table() == resolve_task_schedule(tasks, policy="legacy", num_steps=10).table()
     epoch = resolve_task_schedule(tasks, policy="epoch", num_steps=10)
     assert epoch.probabilities == {"folders": 500 / 510, "records": 10 / 510}

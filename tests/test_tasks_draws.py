@@ -84,6 +84,39 @@ def test_the_three_levels_draw_apart():
     assert chi_square(steps, dict.fromkeys([(s, t) for s in (0, 1) for t in (0, 1)], 1500)) < 16.27  # 3 degrees
 
 
+def test_twin_tasks_sources_and_seeds_draw_independently():
+    def twins(seed: int):
+        sources = [Source(SystemGroup([4, 4]), prob=0.5), Source(SystemGroup([4, 4]), prob=0.5)]
+        return resolve_task_schedule([Task("a", sources), Task("b", sources)], "epoch", num_steps=1, seed=seed)
+
+    one, two = twins(1), twins(2)
+    group = one.tasks[0].sources[0].workload
+    keys = [
+        mix(schedule.tasks[t].source_key(schedule.seed), s) for schedule in (one, two) for t in (0, 1) for s in (0, 1)
+    ]
+    streams = [[group.system_at(step, key) for step in range(4000)] for key in keys]
+    streams += [
+        [schedule.tasks[t].source_at(step, schedule.seed) for step in range(4000)]
+        for schedule in (one, two)
+        for t in (0, 1)
+    ]
+    for i, left in enumerate(streams):
+        for right in streams[:i]:
+            assert (
+                chi_square(Counter(zip(left, right, strict=True)), {(x, y): 1000 for x in (0, 1) for y in (0, 1)})
+                < 21.1
+            )
+    systems = [schedule.draw_at(step).system for schedule in (one, two) for step in range(4000)]
+    assert systems[:4000] != systems[4000:]
+    by_source = [
+        [d.system for d in map(one.draw_at, range(4000)) if d[:2] == key] for key in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    assert all(900 < len(stream) < 1100 and 400 < sum(stream) < 600 for stream in by_source)
+    assert [one.draw_at(step).system for step in range(4000)] == [
+        streams[2 * d.task + d.source][step] for step, d in enumerate(map(one.draw_at, range(4000)))
+    ]
+
+
 def test_a_positive_level_draw_is_addressable():
     schedule = resolve_task_schedule([Task("t", [Source(SystemGroup([0, 5]))])], num_steps=9)
     assert schedule.draw_at(10**15) == Drawn(0, 0, 1)

@@ -137,6 +137,39 @@ def test_a_state_in_a_later_pass_and_a_longer_budget():
     assert list(longer) == whole[len(first_pass) + 5 :]
 
 
+def test_another_pass_after_a_load_starts_at_its_beginning():
+    sampler = make(10)
+    next(iter(sampler))
+    resumed = make(10)
+    resumed.load_state_dict(sampler.state_dict())
+    resumed.set_epoch(1)
+    assert list(resumed) == [item for item in make(20) if item.step >= 10]
+
+
+@pytest.mark.parametrize("draw", ["iid", "low_discrepancy"])
+@pytest.mark.parametrize("taken", [0, 3, 6, 17])
+def test_a_loader_that_reads_ahead_says_what_was_consumed(draw, taken):
+    whole = [(item.task, sum(item.indices), item.step) for item in make(draw=draw)]
+    sampler = make(draw=draw)
+    iterator = iter(DataLoader(Pairs(), sampler=sampler, batch_size=None, num_workers=2, prefetch_factor=2))
+    head = [tuple(next(iterator)) for _ in range(taken)]
+    state = sampler.state_dict(consumed=taken)
+    assert state != sampler.state_dict()
+    resumed = make(draw=draw)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert head + [tuple(item) for item in DataLoader(Pairs(), sampler=resumed, batch_size=None)] == whole
+    with pytest.raises(ValueError, match="consumed must be at most"):
+        sampler.state_dict(consumed=1000)
+
+
+def test_what_was_consumed_equals_what_was_handed_out_where_nothing_reads_ahead():
+    sampler = make(10)
+    sampler.set_epoch(1)
+    for taken, _ in enumerate(sampler, start=1):
+        ours, counted = sampler.state_dict(), sampler.state_dict(consumed=taken)
+        assert {**ours, "samplers": None} == {**counted, "samplers": None}
+
+
 @pytest.mark.parametrize(
     ("other", "field"),
     [

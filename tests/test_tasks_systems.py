@@ -93,6 +93,8 @@ def test_a_system_that_is_drawn_and_empty_raises_by_name():
         SystemGroup([3, 0], "prob_uniform")
     with pytest.raises(ValueError, match="left is drawn"):
         SystemGroup([0, 3], "prob_uniform", names=["left", "right"])
+    with pytest.raises(ValueError, match="systems must be a list of ints, callables or samplers, got 3"):
+        SystemGroup(3)
     with pytest.raises(ValueError, match="names must have one entry"):
         SystemGroup([3, 1], names=["left"])
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from gpusampler.errors import ParameterError, ParameterTypeError, quote
 from gpusampler.tasks.adapters import Lengths, MakeSampler, System, array_systems, make_source, record_systems
-from gpusampler.tasks.policies import POLICY_VERSION, resolve_task_schedule
+from gpusampler.tasks.policies import resolve_task_schedule
 from gpusampler.tasks.schedule import TaskSchedule
 from gpusampler.tasks.source import Source, Task
 from gpusampler.tasks.systems import SystemGroup
@@ -53,16 +53,15 @@ def schedule_from_config(config: Mapping[str, Any], folder: str | Path = ".") ->
     tasks = config.get("tasks")
     if not isinstance(tasks, Mapping):
         raise ParameterTypeError(f"tasks must map names to tasks, got {quote(tasks)}")
-    policy, version = config.get("policy"), config.get("policy_version")
     return resolve_task_schedule(
         [_task(name, task, Path(folder)) for name, task in tasks.items()],
-        policy="legacy" if policy is None else policy,
+        policy=config.get("policy"),
         num_steps=config.get("num_steps"),
         model_prob=config.get("model_prob"),
         num_epoch_dict=config.get("num_epoch_dict"),
         seed=config.get("seed", 0),
         draw=config.get("draw", "iid"),
-        policy_version=POLICY_VERSION if version is None else version,
+        policy_version=config.get("policy_version"),
         exclude=config.get("exclude", ()),
         process_group=None,
     )

@@ -13,31 +13,32 @@ exact rationals; resolving is O(tasks + sources).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_choice, check_float, check_int, quote
 from gpusampler.tasks.agree import ProcessGroup, agreed
 from gpusampler.tasks.draws import DRAWS
-from gpusampler.tasks.exact import normalise, round_up
+from gpusampler.tasks.exact import as_floats, normalise, round_up
 from gpusampler.tasks.schedule import TaskSchedule
 from gpusampler.tasks.source import Task
 
 POLICIES = ("legacy", "epoch")
 POLICY_VERSION = 1
+# Weights whose float sum is 1.0 are shown as they were given; dividing by the exact sum would move last digits.
+_FLOAT_SLACK = Fraction(1, 2**53)
 
 
 def resolve_task_schedule(
     tasks: Iterable[Task] | Task,
-    policy: str = "legacy",
+    policy: str | None = "legacy",
     num_steps: int | None = None,
     model_prob: Mapping[str, float] | None = None,
     num_epoch_dict: Mapping[str, float] | None = None,
     seed: int = 0,
     *,
     draw: str = "iid",
-    policy_version: int = POLICY_VERSION,
+    policy_version: int | None = POLICY_VERSION,
     exclude: Collection[str] | str = (),
     process_group: ProcessGroup = "auto",
 ) -> TaskSchedule:
@@ -45,7 +46,7 @@ def resolve_task_schedule(
 
     Args:
         tasks: The tasks, with unique names.
-        policy: "legacy" or "epoch"; `model_prob` and `num_epoch_dict`, where given, take its place.
+        policy: "legacy" (also None) or "epoch"; `model_prob` and `num_epoch_dict`, where given, take its place.
         num_steps: Budget of optimizer steps; may stay open (None) while nothing iterates over it. Not with
             `num_epoch_dict`.
         model_prob: Weight of every task, at least 0; normalised. A task of weight 0 is never drawn.
@@ -53,7 +54,7 @@ def resolve_task_schedule(
         seed: Seed of all draws.
         draw: "iid" for independent draws; "low_discrepancy" for counts within one step of their expectation at every
             step.
-        policy_version: Version of the policy that the configuration was written for.
+        policy_version: Version of the policy that the configuration was written for; None is 1.
         exclude: Names of tasks to leave out, or "empty" for every task without batches; `excluded` then lists them.
         process_group: Processes that must resolve the same schedule; "auto" is the world when torch.distributed runs
             with more than one process. None resolves for this process alone.
@@ -71,12 +72,14 @@ def resolve_task_schedule(
     """
 
     def resolve() -> TaskSchedule:
-        if policy_version != POLICY_VERSION:
+        if policy_version not in (None, POLICY_VERSION):
             raise ParameterError(
                 f"policy_version must be {POLICY_VERSION}, which this release knows, got {policy_version!r}"
             )
         kept, excluded = _exclude(_check_tasks(tasks), exclude)
-        name, weights = _weights(kept, excluded, policy, num_steps, model_prob, num_epoch_dict)
+        name, weights = _weights(
+            kept, excluded, "legacy" if policy is None else policy, num_steps, model_prob, num_epoch_dict
+        )
         return _schedule(kept, excluded, name, weights, num_steps, check_int("seed", seed), draw)
 
     return agreed(resolve, lambda schedule: schedule.table() | {"num_steps": schedule.num_steps}, process_group)
@@ -99,8 +102,8 @@ def _check_tasks(tasks: Iterable[Task] | Task) -> list[Task]:
 def _exclude(tasks: list[Task], exclude: Collection[str] | str) -> tuple[list[Task], tuple[str, ...]]:
     if exclude == "empty":
         left_out = {task.name for task in tasks if task.is_empty}
-    elif isinstance(exclude, str):
-        raise ParameterError(f'exclude must be a list of task names or "empty", got {exclude!r}')
+    elif isinstance(exclude, str) or not isinstance(exclude, Collection):
+        raise ParameterError(f'exclude must be a list of task names or "empty", got {quote(exclude)}')
     else:
         left_out = set(exclude)
         unknown = left_out - {task.name for task in tasks}
@@ -173,9 +176,8 @@ def _schedule(
         weights = [epochs * lengths[task.name] for task, epochs in zip(tasks, weights, strict=True)]
         num_steps = round_up(sum(weights, Fraction(0)))
     exact = normalise(weights, "model_prob" if policy == "model_prob" else f"{policy} weights of the tasks")
-    floats = [float(weight) for weight in weights]
-    if math.fsum(floats) != 1.0:
-        floats = [float(p) for p in exact]
+    is_kept = policy == "model_prob" and abs(1 - sum(weights, Fraction(0))) <= _FLOAT_SLACK
+    floats = as_floats(weights if is_kept else exact)
     names = [task.name for task in tasks]
     return TaskSchedule(
         tasks=tuple(tasks),

@@ -102,8 +102,8 @@ class MultiTaskBatchSampler:
         if len(accumulations) == 1:
             return self.num_steps * accumulations.pop()
         if self.epoch not in self._lengths:
-            visits = self._visits(self.epoch * self.num_steps, (self.epoch + 1) * self.num_steps)
-            self._lengths[self.epoch] = sum(n * self._readers[drawn].grad_accum for drawn, n in visits.items())
+            start = self.epoch * self.num_steps
+            self._lengths[self.epoch] = sum(self._read_before(start + self.num_steps, start).values())
         return self._lengths[self.epoch]
 
     def __iter__(self) -> Iterator[TaskBatch]:
@@ -133,21 +133,35 @@ class MultiTaskBatchSampler:
             self.epoch = int(epoch)
             self._resumed = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Place of the schedule and of every sampler, in plain types.
 
-        It counts what was handed out: take it where the loader does not read ahead (`num_workers=0`), or between
-        passes.
+        Args:
+            consumed: Micro-batches of this pass, from its first, that training has used. A loader with workers reads
+                ahead, so this sampler cannot know; without it the state counts what was handed out. O(step) where
+                given.
+
+        Raises:
+            ParameterError: `consumed` is not within the pass.
         """
+        step, micro_batch = self._step, self._micro_batch
+        read = {reader.label: reader.micro_batches for reader in self._readers.values()}
+        samplers = {reader.label: reader.sampler_state() for reader in self._readers.values()}
+        if consumed is not None:
+            step, micro_batch = self._place(check_int("consumed", consumed, minimum=0, maximum=len(self)))
+            read = {self._readers[drawn].label: n for drawn, n in self._read_before(step).items()}
+            samplers = dict.fromkeys(read)
+            if micro_batch:
+                read[self._readers[self.schedule.draw_at(step)].label] += micro_batch
         return {
             "format": STATE_FORMAT,
             **self.schedule.table(),
             "num_steps": self.num_steps,
-            "step": self._step,
-            "micro_batch": self._micro_batch,
-            "draw_counts": self.schedule.draws.counts(self._step),
-            "read": {reader.label: reader.micro_batches for reader in self._readers.values()},
-            "samplers": {reader.label: reader.sampler_state() for reader in self._readers.values()},
+            "step": step,
+            "micro_batch": micro_batch,
+            "draw_counts": self.schedule.draws.counts(step),
+            "read": read,
+            "samplers": samplers,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,19 +190,27 @@ class MultiTaskBatchSampler:
         self.epoch = self._step // self.num_steps
         self._resumed = True
 
-    def _visits(self, start: int, stop: int) -> dict[Drawn, int]:
-        visits = dict.fromkeys(self._readers, 0)
-        for step in range(start, stop):
-            visits[self.schedule.draw_at(step)] += 1
-        return visits
+    def _place(self, consumed: int) -> tuple[int, int]:
+        """Step, and micro-batch in it, after `consumed` micro-batches of the current pass."""
+        step = self.epoch * self.num_steps
+        while consumed and consumed >= (size := self._readers[self.schedule.draw_at(step)].grad_accum):
+            step, consumed = step + 1, consumed - size
+        return step, consumed
+
+    def _read_before(self, step: int, start: int = 0) -> dict[Drawn, int]:
+        """Micro-batches that steps [start, step) read of each sampler: O(step - start)."""
+        read = dict.fromkeys(self._readers, 0)
+        for earlier in range(start, step):
+            drawn = self.schedule.draw_at(earlier)
+            read[drawn] += self._readers[drawn].grad_accum
+        return read
 
     def _go_to(self, step: int) -> None:
         """Bring every sampler to where it is before `step`: nothing to do between passes, else O(step)."""
         if (self._step, self._micro_batch) == (step, 0):
             return
-        for drawn, visits in self._visits(0, step).items():
-            reader = self._readers[drawn]
-            reader.seek(visits * reader.grad_accum)
+        for drawn, micro_batches in self._read_before(step).items():
+            self._readers[drawn].seek(micro_batches)
         self._step, self._micro_batch = step, 0
 
 

@@ -12,7 +12,7 @@ a rest that no system takes), these raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_float, check_int, quote
@@ -120,12 +120,15 @@ class SystemGroup:
 
     def __init__(
         self,
-        systems: Sequence[Batches],
+        systems: Iterable[Batches],
         auto_prob: str = "prob_sys_size",
         sys_probs: Sequence[float] | None = None,
         *,
         names: Sequence[str] | None = None,
     ) -> None:
+        if isinstance(systems, str) or not isinstance(systems, Iterable):
+            raise ParameterTypeError(f"systems must be a list of ints, callables or samplers, got {quote(systems)}")
+        systems = tuple(systems)
         self.names = tuple(f"system {i}" for i in range(len(systems))) if names is None else tuple(names)
         if len(self.names) != len(systems):
             raise ParameterError(f"names must have one entry for each of {len(systems)} systems, got {len(self.names)}")
