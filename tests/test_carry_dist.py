@@ -64,6 +64,7 @@ def test_stagger_ranks_from_meshes_and_groups(tmp_path: Path) -> None:
         "mesh dp x sp": inner,
         "mesh sp x dp": outer,
         "mesh dp_replicate x dp_shard": [[rank, 4] for rank in range(4)],
+        "mesh of one dimension": [[rank, 4] for rank in range(4)],
         "mesh a x b, peers b": inner,
         "mesh a x b, peers none": [[rank, 4] for rank in range(4)],
         "mesh dp x sp, exact shape": [[0, 1]] * 4,
@@ -77,6 +78,8 @@ def test_stagger_ranks_from_meshes_and_groups(tmp_path: Path) -> None:
         assert [run[name] for run in seen] == ranks, name
     for run in seen:
         assert "has no clear role" in run["error of mesh a x b"]
+        assert "'dp_shard_cp' has no clear role" in run["error of mesh dp_shard_cp x sp"]
+        assert "needs mesh_dim_names" in run["error of unnamed mesh"]
         assert "'c', which is no dimension" in run["error of peers c"]
         assert "described once" in run["error of mesh and rank"]
         assert "do not tile a world of 4" in run["error of uneven sp_group"]
@@ -165,6 +168,7 @@ def run_groups() -> dict[str, Any]:
         "mesh dp x sp": carry_rank_world(mesh=mesh("dp", "sp")),
         "mesh sp x dp": carry_rank_world(mesh=mesh("sp", "dp")),
         "mesh dp_replicate x dp_shard": carry_rank_world(mesh=mesh("dp_replicate", "dp_shard")),
+        "mesh of one dimension": carry_rank_world(mesh=init_device_mesh("cpu", (4,))),
         "mesh a x b, peers b": carry_rank_world(mesh=mesh("a", "b"), peer_dims=["b"]),
         "mesh a x b, peers none": carry_rank_world(mesh=mesh("a", "b"), peer_dims=()),
         "mesh dp x sp, exact shape": stagger_rank_and_groups(mesh=mesh("dp", "sp"), exact_shape=True),
@@ -174,6 +178,8 @@ def run_groups() -> dict[str, Any]:
         "dp_group of outer peers": carry_rank_world(dp_group=consecutive),
         "sp_group of one": carry_rank_world(sp_group=own([[0], [1], [2], [3]])),
         "error of mesh a x b": error_of(lambda: carry_rank_world(mesh=mesh("a", "b"))),
+        "error of mesh dp_shard_cp x sp": error_of(lambda: carry_rank_world(mesh=mesh("dp_shard_cp", "sp"))),
+        "error of unnamed mesh": error_of(lambda: carry_rank_world(mesh=init_device_mesh("cpu", (2, 2)))),
         "error of peers c": error_of(lambda: carry_rank_world(mesh=mesh("a", "b"), peer_dims=["c"])),
         "error of mesh and rank": error_of(lambda: carry_rank_world(0, 4, mesh=mesh("dp", "sp"))),
         "error of uneven sp_group": error_of(lambda: carry_rank_world(sp_group=uneven)),

@@ -38,7 +38,7 @@ def carry_rank_world(
         sp_size: ranks that share a trajectory, numbered consecutively.
         mesh: a device mesh that holds this rank. Peers are the ranks that differ only in the dimensions named
             sp, cp, tp or pp; dimensions named dp, ddp, fsdp, hsdp, data, replicate or shard (also with a suffix, such
-            as dp_shard) tell streams apart.
+            as dp_shard), or the only one if it has no name, tell streams apart.
         peer_dims: names of the mesh dimensions whose ranks share a trajectory, in place of that guess.
         sp_group: the group of this rank's peers, evenly spaced in the world.
         dp_group: the group of the ranks that sit where this one sits in their own peer groups, one for each.
@@ -127,7 +127,9 @@ def _from_ranks(rank: int | None, world_size: int | None, sp_size: int) -> tuple
 
 
 def _from_mesh(mesh: DeviceMesh, peer_dims: Collection[str] | None) -> tuple[int, int]:
-    names = mesh.mesh_dim_names
+    if not isinstance(mesh, DeviceMesh):
+        raise ParameterTypeError(f"mesh must be a DeviceMesh, got {quote(mesh)}")
+    names = mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else None)
     if names is None:
         raise ParameterError(f"mesh needs mesh_dim_names to tell peers from streams, got {quote(mesh)}")
     if isinstance(peer_dims, str) or not isinstance(peer_dims, (Collection, type(None))):

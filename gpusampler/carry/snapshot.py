@@ -4,8 +4,8 @@ A carried trajectory keeps its conditioning for as many calls as the grid has ru
 buffers, shared memory or a static input of a captured graph for its next batch. So each tensor and array is copied,
 even where it already sits on the right device. Containers keep their types; the input is only read.
 
-Cost: one copy of the data, one visit of each container. Limits: an object that is neither a known container nor holds
-a tensor or an array in an attribute is kept as it is, and so are modules and iterators.
+Cost: one copy of the data, one visit of each container. Limits: modules and iterators are kept as they are, and so is
+an object that is no known container, has no `to`, and holds no tensor or array in an attribute or one level below.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import array
 import copy
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -121,13 +121,10 @@ def _children(value: Any) -> Iterable[Any]:
     return list(_attributes(value).values())
 
 
-def _holds_arrays(values: Iterable[Any]) -> bool:
-    for value in values:
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            return True
-        if isinstance(value, (dict, list, tuple)) and _holds_arrays(_children(value)):
-            return True
-    return False
+def _holds_arrays(values: Collection[Any]) -> bool:
+    """Whether a tensor or an array is among `values`, or inside a dict, list or tuple among them."""
+    nested = [item for value in values if isinstance(value, (dict, list, tuple)) for item in _children(value)]
+    return any(isinstance(item, (torch.Tensor, np.ndarray)) for item in [*values, *nested])
 
 
 def _has_methods(value: Any, *names: str) -> bool:
