@@ -156,6 +156,14 @@ def test_parquet_odd_columns() -> None:
     assert read_lengths("f.parquet", column="fixed").tolist() == [3] * 5
 
 
+def test_parquet_missing_row_is_counted_over_batches() -> None:
+    rows = [[1]] * 5000
+    rows[4998] = None
+    save_parquet("f.parquet", {"input_ids": rows}, row_group_size=3000)
+    with pytest.raises(ParameterError, match=r"^f\.parquet, row 4999: 'input_ids' is missing$"):
+        read_lengths("f.parquet")
+
+
 def test_parquet_streams_in_batches() -> None:
     rows = 100_000
     counts = np.arange(rows) % 50 + 1

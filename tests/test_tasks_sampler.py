@@ -104,6 +104,17 @@ def test_resume_is_exact_at_every_micro_batch(draw, taken):
     assert list(resumed) == whole  # once: the next iteration is the whole pass
 
 
+def test_systems_accumulate_too():
+    group = SystemGroup([batches(6, 1), batches(12, 1)], grad_accum=3)
+    sampler = MultiTaskBatchSampler(resolve_task_schedule([Task("t", [group])], num_steps=6))
+    items = list(sampler)
+    assert [item.step for item in items] == [step for step in range(6) for _ in range(3)]
+    assert len(sampler) == 18
+    for system, frames in ((0, 6), (1, 12)):
+        read = [item.indices[0] for item in items if item.system == system]
+        assert read == [i % frames for i in range(len(read))]
+
+
 def test_passes_follow_each_other_and_are_functions_of_their_number():
     sampler = make(10)
     passes = []

@@ -74,7 +74,7 @@ def _frame_lengths(array: Any, name: str) -> Lengths:
     values = np.asarray(array)
     if values.dtype.kind not in "iu":
         raise ParameterTypeError(f"{name} must hold integer lengths if it is 1-D, got dtype {values.dtype}")
-    return values.astype(np.int64)
+    return values.astype(np.int64, copy=False)
 
 
 def record_systems(

@@ -224,11 +224,13 @@ def _readers(schedule: TaskSchedule) -> dict[Drawn, SamplerReader]:
         for s, (source, p) in enumerate(zip(task.sources, task.probabilities, strict=True)):
             group = source.workload
             leaves: list[tuple[int | None, Any]] = [(None, group)]
+            grad_accum = source.grad_accum
             if isinstance(group, SystemGroup):
+                grad_accum = group.grad_accum_of_systems
                 leaves = [(i, system) for i, system in enumerate(group.workloads) if group.exact[i]]
             for system, sampler in leaves if p else []:
                 label = f"{task.name}/{s}" if system is None else f"{task.name}/{s}/{system}"
-                readers[Drawn(t, s, system)] = SamplerReader(sampler, label, source.grad_accum)
+                readers[Drawn(t, s, system)] = SamplerReader(sampler, label, grad_accum)
                 owner = owners.setdefault(id(sampler), label)
                 if owner != label:
                     raise ParameterError(f"{owner} and {label} share one sampler: each needs its own epochs")

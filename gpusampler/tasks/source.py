@@ -7,6 +7,7 @@ with `p_i > 0`; with no probabilities given, simply the sum of their batches. O(
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Sized
 from fractions import Fraction
 from functools import cached_property
@@ -16,6 +17,7 @@ from gpusampler.errors import ParameterError, ParameterTypeError, check_float, c
 from gpusampler.tasks.count import Batches, check_batches, count_steps, resolve_batches
 from gpusampler.tasks.draws import IndependentDraws, check_step, mix, name_key
 from gpusampler.tasks.exact import nominal_epoch, share_rest
+from gpusampler.tasks.systems import SystemGroup
 
 _SOURCE_LEVEL = 2
 
@@ -34,7 +36,7 @@ class Source:
             Sources without one share what the others leave of 1, in proportion to their batches. A source of
             probability 0 counts nothing, is never drawn, and is never asked for its length.
         name: What errors and reports call it; its position in the task by default.
-        grad_accum: Micro-batches an optimizer step of a sampler that has no `grad_accum` of its own.
+        grad_accum: Micro-batches an optimizer step, for a sampler that does not say; a `SystemGroup` has its own.
         legacy_size: What the legacy policy counts, where its own rule (see `legacy_size`) does not fit.
 
     Raises:
@@ -59,6 +61,7 @@ class Source:
         self.batches = batches
         self.prob = None if prob is None else check_float("prob", prob, minimum=0.0)
         self.grad_accum = None if grad_accum is None else check_int("grad_accum", grad_accum, minimum=1)
+        self._check_grad_accum(batches)
         self._legacy_size = None if legacy_size is None else check_int("legacy_size", legacy_size, minimum=0)
 
     @property
@@ -68,7 +71,15 @@ class Source:
     @cached_property
     def workload(self) -> int | Sized:
         """The count or sampler, a callable called once."""
-        return resolve_batches(self.batches, self._label)
+        workload = resolve_batches(self.batches, self._label)
+        self._check_grad_accum(workload)
+        return workload
+
+    def _check_grad_accum(self, workload: Any) -> None:
+        if self.grad_accum is not None and isinstance(workload, (numbers.Integral, SystemGroup)):
+            raise ParameterError(
+                f"grad_accum of {self._label} is {self.grad_accum}, but its batches are optimizer steps"
+            )
 
     @cached_property
     def num_steps(self) -> int:

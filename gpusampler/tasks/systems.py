@@ -6,8 +6,7 @@ weights are normalised and shared within a block in proportion to batches. A sys
 0. `sys_probs` is a list with one entry a system, in which negative entries share what the others leave of 1, in
 proportion to batches. Everything is exact and O(systems); at most one of the two forms is given.
 
-Where deepmd-kit lets a mistake through (blocks that overlap or end beyond the list, a block with weight and no batches,
-a rest that no system takes), these raise.
+Blocks that overlap or end beyond the list, a block with weight and no batches, and a rest that no system takes raise.
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ class SystemGroup:
         auto_prob: How the probabilities follow from the batches.
         sys_probs: The probabilities themselves; takes the place of `auto_prob`.
         names: What errors and reports call the systems; their positions by default.
+        grad_accum: Micro-batches an optimizer step, for samplers that do not say.
 
     Example:
         >>> group = SystemGroup([2, 1, 3], "prob_sys_size;0:1:0.5;1:3:0.5")
@@ -125,6 +125,7 @@ class SystemGroup:
         sys_probs: Sequence[float] | None = None,
         *,
         names: Sequence[str] | None = None,
+        grad_accum: int | None = None,
     ) -> None:
         if isinstance(systems, str) or not isinstance(systems, Iterable):
             raise ParameterTypeError(f"systems must be a list of ints, callables or samplers, got {quote(systems)}")
@@ -133,7 +134,11 @@ class SystemGroup:
         if len(self.names) != len(systems):
             raise ParameterError(f"names must have one entry for each of {len(systems)} systems, got {len(self.names)}")
         self.workloads = tuple(resolve_batches(system, name) for system, name in zip(systems, self.names, strict=True))
-        self.sizes = tuple(count_steps(load, name) for load, name in zip(self.workloads, self.names, strict=True))
+        self.grad_accum_of_systems = None if grad_accum is None else check_int("grad_accum", grad_accum, minimum=1)
+        self.sizes = tuple(
+            count_steps(load, name, self.grad_accum_of_systems)
+            for load, name in zip(self.workloads, self.names, strict=True)
+        )
         self.exact = system_probabilities(self.sizes, auto_prob, sys_probs)
         self._length = nominal_epoch(self.sizes, self.exact, self.names)
         self._draws: tuple[int, IndependentDraws] | None = None
