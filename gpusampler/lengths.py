@@ -256,7 +256,7 @@ def _as_numbers(items: Any) -> _Array:
         items = np.arange(items.start, items.stop, items.step)
     elif hasattr(items, "__array__"):
         items = np.asarray(items)
-    if isinstance(items, np.ndarray) and _is_numeric(items.dtype):
+    if isinstance(items, np.ndarray) and items.ndim == 1 and _is_numeric(items.dtype):
         return items
     items = list(items)
     kinds = set(map(type, items))

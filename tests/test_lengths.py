@@ -285,6 +285,13 @@ BAD: dict[str, tuple[Any, ...]] = {
     "pandas nan": (pandas.Series([1, None]), "1 of 2 is", "[1] = nan is not finite"),
     "column None": (column([4, None]), "1 of 2 is", "[1] = None is missing"),
     "column None, numpy": (column([4, None], type="numpy"), "1 of 2 is", "[1] = nan is not finite"),
+    "column of lists, numpy": (
+        column([[5, 6], [7, 8]], type="numpy"),
+        "2 of 2 are",
+        "[0] = array([5, 6]) is a ndarray, not an integer: give its length",
+        "[1] = array([7, 8]) is a ndarray, not an integer: give its length",
+    ),
+    "column of bools, torch": (column([True], type="torch"), "1 of 1 is", "[0] = True is a bool, not an integer"),
     "column of lists": (
         column([[5, 6], [7]]),
         "2 of 2 are",
