@@ -8,8 +8,8 @@ the largest and for the summed group cost, so a plan is the sizes of K consecuti
 Search. A *walk* tests a vector of G levels, one a slot, D groups each: at each position it takes the slot with quota
 left whose level is wasted least, and as many samples as that level holds. The start is the exact min-max over all K
 groups (bisection; with one slot this is the answer) or two partitions of equal padding waste. Then ROUNDS rounds of
-candidate level vectors, each round around the best plan so far: a wide scan of the costliest slot's level, random
-steps around the current levels, and single levels lowered. The candidates of a round do not depend on each other, so
+candidate level vectors, each round around the best plan so far: a wide scan of the costliest slot's level, pairs of
+levels moved against each other, and single levels lowered. The candidates of a round do not depend on each other, so
 that an engine may walk them, at every target in TARGETS, side by side.
 
 No float decides anything: `estimate` uses a reciprocal and corrects it, so that the quotient is exact.
@@ -24,9 +24,10 @@ import numpy as np
 from gpusampler.kernels.compiled import compiled
 
 ROUNDS = 12
-CANDIDATES = 48  # a round, for K above SMALL_K; twice as many below, where a walk is short
+CANDIDATES = 32  # a round
+MANY_CANDIDATES = 96  # where there are more than two levels to find and a walk is at most SMALL_K groups long
 SMALL_K = 32
-# Step size of the random candidates, in 1/65536 of a level, one a round: 0.5 down to 0.01, geometric.
+# Largest change of a pair of levels, in 1/65536 of a level, one a round: 0.5 down to 0.01, geometric.
 STEPS = np.array([32768, 22967, 16097, 11282, 7908, 5542, 3885, 2723, 1908, 1338, 937, 655], dtype=np.int64)
 # Tried reductions of the summed levels, in 1/65536, smallest first.
 TARGETS = np.array([1, 4, 16, 64, 256, 1024, 4096, 16384, 32768, 49152], dtype=np.int64)
@@ -253,43 +254,49 @@ def equal_waste(level, f, tail, most, groups, counts):
 
 
 @compiled
-def walk_slots(levels, by_ratio, f, inverse, tail, most, dp_size, counts, quota, weight, open_slots):
+def walk_slots(levels, by_ratio, shift, f, inverse, tail, most, dp_size, counts, quota, weight, open_slots, scaled):
     """Test a vector of levels: at each position the open slot that wastes least takes all it can hold.
 
-    Waste is the part of the level left over, relative to the level if `by_ratio`, else absolute; ties go to the
-    earlier slot. Gives up as soon as the samples left cost more than the levels left. True if the row fits.
+    Waste is the part of the level left over, relative to the level if `by_ratio`, else absolute, without its low
+    `shift` bits; ties go to the earlier slot. Gives up as soon as the samples left cost more than the levels left.
+    True if the row fits. The last four arguments are scratch, one element a slot.
     """
     size = f.shape[0]
     slots = levels.shape[0]
-    groups = slots * dp_size
     room = np.int64(0)
-    largest = np.int64(0)
     for s in range(slots):
         quota[s] = dp_size
         open_slots[s] = s
+        scaled[s] = levels[s]
         room += levels[s] * dp_size
-        largest = max(largest, levels[s])
-    shift = 0
-    while largest >> shift >= 1 << 31:
-        shift += 1
-    for s in range(slots):
         weight[s] = (1 << 46) // max(1, levels[s] >> shift) if by_ratio else 1
     num_open = slots
     i = 0
-    for k in range(groups):
-        cost = f[i]
+    free = size - slots * dp_size + 1
+    for k in range(counts.shape[0]):
         if tail[i] > room:
             return False
-        limit = min(most[i], size - i - (groups - 1 - k))
+        cost = f[i]
+        limit = min(most[i], free - i)
         best = -1
         best_n = np.int64(0)
         best_waste = np.int64(0)
         for a in range(num_open):
             s = open_slots[a]
-            n = min(estimate(levels[s], cost, inverse[i]), limit)
+            n = np.int64(scaled[s] * inverse[i])
+            rest = levels[s] - n * cost
+            if rest < 0:
+                n -= 1
+                rest += cost
+            elif rest >= cost:
+                n += 1
+                rest -= cost
+            if n > limit:
+                n = limit
+                rest = levels[s] - n * cost
             if n < 1:
                 continue
-            waste = ((levels[s] - n * cost) >> shift) * weight[s]
+            waste = (rest >> shift) * weight[s]
             if best < 0 or waste < best_waste:
                 best = a
                 best_n = n
@@ -305,6 +312,7 @@ def walk_slots(levels, by_ratio, f, inverse, tail, most, dp_size, counts, quota,
                 open_slots[a] = open_slots[a + 1]
         counts[k] = best_n
         i += best_n
+        free += 1
     return i == size
 
 
@@ -334,16 +342,15 @@ def slot_levels(f, counts, dp_size, costs, levels):
 def propose(step, candidate, num_lowered, best, total, target, longest, levels):
     """Levels of one candidate that sum to about `target`, below the best plan's `total`.
 
-    The first `num_lowered` candidates lower one level alone. Of the rest every third scans the level of the costliest
-    slot from the longest sample to 7/8 of the target, the others random; the remaining two step around the best.
+    The first `num_lowered` candidates lower one level alone. The even ones scan the level of the costliest slot from
+    the longest sample to 7/8 of the target, the other slots random. The odd ones raise one level and lower another.
     """
     slots = best.shape[0]
+    for s in range(slots):
+        levels[s] = best[s]
     if candidate < num_lowered:
-        for s in range(slots):
-            levels[s] = best[s]
         levels[candidate] = max(1, best[candidate] - (total - target))
-        return
-    if candidate % 3 == 0:
+    elif candidate % 2 == 0:
         low = max(longest, target // slots // 8 * 5)
         high = max(low, target // 8 * 7)
         levels[0] = low + fraction(high - low, noise(step, candidate, 0), 65536)
@@ -353,19 +360,12 @@ def propose(step, candidate, num_lowered, best, total, target, longest, levels):
             weights += levels[s]
         for s in range(1, slots):
             levels[s] = fraction(target - levels[0], levels[s], weights)
-        return
-    shift = 0
-    while total >> shift >= 1 << 20:
-        shift += 1
-    weights = np.int64(0)
-    for s in range(slots):
-        change = (STEPS[step] * (2 * noise(step, candidate, s) - 65536)) >> 16
-        if slots > 4 and noise(step, candidate, slots + s) * slots >= 4 << 16:
-            change = 0
-        levels[s] = max(1, best[s] >> shift) * (65536 + change)
-        weights += levels[s]
-    for s in range(slots):
-        levels[s] = fraction(target, levels[s], weights)
+    else:
+        down = noise(step, candidate, 1) * slots >> 16
+        up = (down + 1 + (noise(step, candidate, 2) * (slots - 1) >> 16)) % slots
+        change = fraction(best[up], STEPS[step] * noise(step, candidate, 0) >> 16, 65536)
+        levels[up] += change
+        levels[down] = max(1, best[down] - change - (total - target))
 
 
 @compiled
@@ -377,15 +377,19 @@ def improve(f, inverse, tail, most, dp_size, counts, levels, total):
     """
     slots = levels.shape[0]
     groups = slots * dp_size
-    candidates = CANDIDATES * 2 if groups <= SMALL_K else CANDIDATES
+    candidates = MANY_CANDIDATES if slots > 2 and groups <= SMALL_K else CANDIDATES
     num_lowered = min(slots, candidates // 4)
     trial = np.empty(slots, np.int64)
     quota = np.empty(slots, np.int64)
     weight = np.empty(slots, np.int64)
     open_slots = np.empty(slots, np.int64)
     trial_counts = np.empty(groups, np.int64)
+    scaled = np.empty(slots, np.float64)
     costs = np.empty(groups, np.int64)
     for step in range(ROUNDS):
+        shift = 0
+        while total >> shift >= 1 << 31:
+            shift += 1
         reached = 0
         winner = -1
         for candidate in range(candidates):
@@ -394,7 +398,19 @@ def improve(f, inverse, tail, most, dp_size, counts, levels, total):
                 propose(step, candidate, num_lowered, levels, total, target, f[0], trial)
                 by_ratio = candidate // 3 % 2 == 0
                 if not walk_slots(
-                    trial, by_ratio, f, inverse, tail, most, dp_size, trial_counts, quota, weight, open_slots
+                    trial,
+                    by_ratio,
+                    shift,
+                    f,
+                    inverse,
+                    tail,
+                    most,
+                    dp_size,
+                    trial_counts,
+                    quota,
+                    weight,
+                    open_slots,
+                    scaled,
                 ):
                     break
                 counts[:] = trial_counts
