@@ -1,5 +1,22 @@
-"""Balanced, memory-bounded micro-batches for training on variable-length data."""
+"""Balanced, memory-bounded micro-batches for training on variable-length data.
+
+from gpusampler import GPUBatchRebalanceSampler
+
+sampler = GPUBatchRebalanceSampler(lengths, effective_batch_size=256, dp_size=8, grad_accum=4)
+loader = DataLoader(dataset, batch_sampler=sampler)
+"""
 
 from gpusampler._version import __version__
+from gpusampler.cost import CostModel
+from gpusampler.plan import BatchPlan, plan_batches
+from gpusampler.sampler import GPUBatchRebalanceSampler
+from gpusampler.weights import microbatch_weight
 
-__all__ = ["__version__"]
+__all__ = [
+    "BatchPlan",
+    "CostModel",
+    "GPUBatchRebalanceSampler",
+    "__version__",
+    "microbatch_weight",
+    "plan_batches",
+]

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
+
+from gpusampler.kernels.compiled import compiled
 
 MAX_LENGTH = 2**31 - 1
 """Longest length that is accepted: what an int32 holds, so that converted lengths take four bytes each."""
@@ -30,7 +31,7 @@ _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def digest_term(index: int, length: int) -> int:
     """Return the share of one sample in the digest, as uint64 below 2^63.
 
@@ -44,7 +45,7 @@ def digest_term(index: int, length: int) -> int:
     return key ^ key >> _SHIFT_3
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def scan_lengths(block: np.ndarray, start: int, bad_at: np.ndarray) -> tuple[int, int, int, int, int]:
     """Return (bad, minimum, maximum, total, digest) of one block, and write where its first bad values are.
 
@@ -85,7 +86,7 @@ def scan_lengths(block: np.ndarray, start: int, bad_at: np.ndarray) -> tuple[int
     return bad, minimum, maximum, total, np.int64(digest & _MASK)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _locate(block: np.ndarray, bad_at: np.ndarray) -> None:
     bad_at[:] = -1
     found = 0
@@ -98,3 +99,28 @@ def _locate(block: np.ndarray, bad_at: np.ndarray) -> None:
                 found += 1
             if bad_at[3] < 0 and not math.isfinite(value):
                 bad_at[3] = i
+
+
+@compiled
+def count_above(block: np.ndarray, limit: int) -> tuple[int, int]:
+    """Position of the first value above `limit` (-1 if none) and how many there are."""
+    first, count = -1, 0
+    for i in range(block.size):
+        if block[i] > limit:
+            if count == 0:
+                first = i
+            count += 1
+    return first, count
+
+
+@compiled
+def _gather(values: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+    for i in range(places.size):
+        out[i] = values[places[i]]
+
+
+def gather(values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """`values[places]` as int64, without the GIL: `values` may be a mapped file that has to be read."""
+    out = np.empty(places.shape, dtype=np.int64)
+    _gather(values, places.reshape(-1), out.reshape(-1))
+    return out

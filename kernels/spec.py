@@ -734,3 +734,17 @@ def least_padded(f, groups):
             depth += 2
         before, after = after, before
     return before[size]
+
+
+@compiled
+def groups_needed(lengths, cap):
+    """The least number of groups each row of `lengths` splits into under `cap`; int64 [W]."""
+    needed = np.empty(lengths.shape[0], np.int64)
+    order = np.empty(lengths.shape[1], np.int64)
+    most = np.empty(lengths.shape[1], np.int64)
+    for w in range(lengths.shape[0]):
+        sort_row(lengths[w], order)
+        for i in range(order.shape[0]):
+            most[i] = max(1, cap // lengths[w, order[i]])
+        needed[w] = least_groups(most)
+    return needed
