@@ -35,6 +35,7 @@ TARGETS = np.array([1, 4, 16, 64, 256, 1024, 4096, 16384, 32768, 49152], dtype=n
 WASTE_CAPS = np.array([0, 6], dtype=np.int64)
 # The same for the partitions tried when ranks meet once a step.
 STEP_WASTE_CAPS = np.array([5, 6, 7, 8, 10, 12], dtype=np.int64)
+PEAK_GROUPS = 32
 ROUND_KEYS = 8  # of the shuffle
 SWAPS = 16  # at most, to even out the ranks when they meet once a step
 MAX_SHIFT = 40
@@ -509,13 +510,33 @@ def deal_step(costs, dp_size, slots, place):
 
 
 @compiled
-def search_row(f, inverse, tail, most, dp_size, slots, counts):
-    """Sizes of the groups for ranks that meet in every slot; False if the cap forbids `dp_size * slots` groups."""
+def limit_peak(lengths, most, counts):
+    """Lower `most` so that no group peaks above the min-max partition by more than K / PEAK_GROUPS of its peak.
+
+    With few groups, unequal levels would buy little time for much memory.
+    """
+    peak = np.int64(0)
+    i = 0
+    for k in range(counts.shape[0]):
+        peak = max(peak, counts[k] * lengths[i])
+        i += counts[k]
+    peak += peak * counts.shape[0] // PEAK_GROUPS
+    for i in range(lengths.shape[0]):
+        most[i] = min(most[i], max(1, peak // lengths[i]))
+
+
+@compiled
+def search_row(lengths, f, inverse, tail, most, dp_size, slots, counts):
+    """Sizes of the groups for ranks that meet in every slot; False if the cap forbids `dp_size * slots` groups.
+
+    Lowers `most` to what `limit_peak` allows.
+    """
     groups = dp_size * slots
     if min_max(f, inverse, most, groups, counts) < 0:
         return False
     if slots == 1:
         return True
+    limit_peak(lengths, most, counts)
     costs = np.empty(groups, np.int64)
     levels = np.empty(slots, np.int64)
     trial = np.empty(groups, np.int64)
@@ -598,6 +619,7 @@ def plan_rows(
     size = lengths.shape[1]
     groups = dp_size * slots
     by_length = np.empty(size, np.int64)
+    sorted_lengths = np.empty(size, np.int64)
     f = np.empty(size, np.int64)
     inverse = np.empty(size, np.float64)
     tail = np.zeros(size + 1, np.int64)
@@ -607,17 +629,18 @@ def plan_rows(
     whole = np.empty(groups, np.int64)
     place = np.empty(groups, np.int64)
     for w in range(lengths.shape[0]):
-        row = lengths[w]
-        sort_row(row, by_length)
+        sort_row(lengths[w], by_length)
+        for i in range(size):
+            sorted_lengths[i] = lengths[w, by_length[i]]
         if custom.shape[0] > 0:
             shift = scale_costs(custom[w], by_length, intercepts[0], f)
         else:
-            shift = scale_lengths(row, by_length, alphas, intercepts[0], f)
+            shift = scale_lengths(sorted_lengths, alphas, intercepts[0], f)
         for i in range(size - 1, -1, -1):
             inverse[i] = 1.0 / f[i]
             tail[i] = tail[i + 1] + f[i]
-            most[i] = max(1, max_tokens // row[by_length[i]]) if max_tokens > 0 else size
-        if not search_row(f, inverse, tail, most, dp_size, slots, counts):
+            most[i] = max(1, max_tokens // sorted_lengths[i]) if max_tokens > 0 else size
+        if not search_row(sorted_lengths, f, inverse, tail, most, dp_size, slots, counts):
             status[w] = least_groups(most)
             continue
         status[w] = OK
@@ -633,16 +656,27 @@ def plan_rows(
         bound = max(-(-tail[0] // dp_size), f[0])
         bounds[w, 0] = slots * intercepts[0] + bound * unit
         bounds[w, 1] = slots * intercepts[0] + step_cost(whole, dp_size, slots, per_step, place) * unit
-        emit_row(row, by_length, starts, whole, place, unit, intercepts[0], order[w], offsets[w], costs[w], tokens[w])
+        emit_row(
+            sorted_lengths,
+            by_length,
+            starts,
+            whole,
+            place,
+            unit,
+            intercepts[0],
+            order[w],
+            offsets[w],
+            costs[w],
+            tokens[w],
+        )
 
 
 @compiled
-def scale_lengths(row, by_length, alphas, intercept, f):
+def scale_lengths(lengths, alphas, intercept, f):
     """Costs `length + alpha * length**2` of a sorted row as integers; returns the shift they are scaled by."""
-    shift = shift_for_lengths(row[by_length[0]], row.shape[0], alphas, intercept)
-    for i in range(row.shape[0]):
-        length = row[by_length[i]]
-        f[i] = (length << shift) + alphas[shift] * length * length
+    shift = shift_for_lengths(lengths[0], lengths.shape[0], alphas, intercept)
+    for i in range(lengths.shape[0]):
+        f[i] = (lengths[i] << shift) + alphas[shift] * lengths[i] * lengths[i]
     return shift
 
 
@@ -682,7 +716,7 @@ def step_cost(costs, dp_size, slots, per_step, place):
 
 
 @compiled
-def emit_row(row, by_length, starts, whole, place, unit, intercept, order, offsets, costs, tokens):
+def emit_row(lengths, by_length, starts, whole, place, unit, intercept, order, offsets, costs, tokens):
     """Write the groups of a row in the order of their places."""
     dp_size = costs.shape[1]
     at = 0
@@ -690,7 +724,7 @@ def emit_row(row, by_length, starts, whole, place, unit, intercept, order, offse
     for p in range(place.shape[0]):
         k = place[p]
         costs[p // dp_size, p % dp_size] = intercept + whole[k] * unit
-        tokens[p // dp_size, p % dp_size] = (starts[k + 1] - starts[k]) * row[by_length[starts[k]]]
+        tokens[p // dp_size, p % dp_size] = (starts[k + 1] - starts[k]) * lengths[starts[k]]
         for i in range(starts[k], starts[k + 1]):
             order[at] = by_length[i]
             at += 1
