@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from gpusampler.tasks import MultiTaskBatchSampler, Task, resolve_task_schedule
+from gpusampler.sampler import GPUBatchRebalanceSampler
+from gpusampler.tasks import MultiTaskBatchSampler, Source, Task, resolve_task_schedule
 
 
 def per_rank(frames: int, size: int) -> BatchSampler:
@@ -63,17 +65,34 @@ def disagreement(rank: int) -> dict:
     return {"differ": differ, "one": one, "budget": budget, "sampler": sampler, "alone": alone.num_steps}
 
 
-def run(world: int, mode: str, folder: Path) -> list[dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, mode, str(folder)], check=True, timeout=120, env=environment, capture_output=True)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+def shared_plans(rank: int, world: int) -> list:
+    rng = np.random.default_rng(0)
+    data = [rng.integers(1, 512, count) for count in (70, 64, 48)]
+    samplers = [GPUBatchRebalanceSampler(lengths, 16, dp_size=world, grad_accum=2, rank=rank) for lengths in data]
+    tasks = [Task("a", samplers[:1]), Task("b", [Source(sampler, prob=0.5) for sampler in samplers[1:]])]
+    sampler = MultiTaskBatchSampler(resolve_task_schedule(tasks, "epoch", 30))
+    return [(item.step, item.task, item.source, item.indices) for item in sampler]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What every rank of a real run of 2 or 4 processes found; each run starts once."""
+
+    @functools.cache
+    def run(world: int) -> list[dict]:
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, str(folder)], check=True, timeout=180, env=environment, capture_output=True)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+    return run
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 4])
-def test_L35c_ranks_with_different_generators_draw_one_sequence(world, tmp_path):
-    ranks = run(world, "same_sequence", tmp_path)
+def test_L35c_ranks_with_different_generators_draw_one_sequence(world, answers):
+    ranks = [answer["same"] for answer in answers(world)]
     for rank in ranks[1:]:
         for key in ("table", "iid", "even", "read"):
             assert rank[key] == ranks[0][key], key
@@ -86,8 +105,9 @@ def test_L35c_ranks_with_different_generators_draw_one_sequence(world, tmp_path)
 
 
 @pytest.mark.dist
-def test_L35c_ranks_that_would_differ_raise_before_step_1_with_both_tables(tmp_path):
-    ranks = run(2, "disagreement", tmp_path)
+@pytest.mark.parametrize("world", [2, 4])
+def test_L35c_ranks_that_would_differ_raise_before_step_1_with_both_tables(world, answers):
+    ranks = [answer["differ"] for answer in answers(world)]
     for answer in ranks:
         assert "rank 0 has {" in answer["differ"]
         assert "'a': '1/2'" in answer["differ"]
@@ -96,13 +116,25 @@ def test_L35c_ranks_that_would_differ_raise_before_step_1_with_both_tables(tmp_p
         assert "'a/0': [6, 1]" in answer["sampler"]
         assert "'a/0': [7, 1]" in answer["sampler"]
         assert answer["alone"] == 9
-    assert ranks[1]["one"].startswith("task 'a' has no batches to draw")
-    assert ranks[0]["one"].startswith("rank 1 cannot resolve the task schedule: task 'a' has no batches to draw")
+    empty = "task 'a' has no batches to draw"
+    for rank, answer in enumerate(ranks):
+        start = empty if rank == 1 else f"rank 1 cannot resolve the task schedule: {empty}"
+        assert answer["one"].startswith(start)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 4])
+def test_balancing_samplers_of_all_ranks_split_each_step(world, answers):
+    ranks = [answer["plans"] for answer in answers(world)]
+    assert all([item[:3] for item in rank] == [item[:3] for item in ranks[0]] for rank in ranks)
+    for step in range(30):
+        indices = [index for rank in ranks for item in rank if item[0] == step for index in item[3]]
+        assert len(indices) == len(set(indices)) == 16
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    own = dist.get_rank()
-    answer = {"same_sequence": same_sequence, "disagreement": disagreement}[sys.argv[1]](own)
-    (Path(sys.argv[2]) / f"{own}.json").write_text(json.dumps(answer))
+    own, size = dist.get_rank(), dist.get_world_size()
+    found = {"same": same_sequence(own), "differ": disagreement(own), "plans": shared_plans(own, size)}
+    (Path(sys.argv[1]) / f"{own}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ or runs on is an error and not a shorter epoch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -69,7 +70,8 @@ class SamplerReader:
         return batch
 
     def seek(self, micro_batches: int, state: Mapping[str, Any] | None = None) -> None:
-        """Go to a place: by the sampler's own state where there is one, else by skipping within its epoch.
+        """Go to a place: by a state of the sampler, or one that it can make for any place, else by skipping in its
+        epoch.
 
         Args:
             micro_batches: Micro-batches since the first of epoch 0.
@@ -79,12 +81,18 @@ class SamplerReader:
         self._iterator = None
         if state is not None:
             self.sampler.load_state_dict(state)
-        if self.consumed:
-            if state is None:
-                self._set_epoch()
-            self._iterator = iter(self.sampler)
-            if state is None and next(islice(self._iterator, self.consumed - 1, None), _END) is _END:
-                raise RuntimeError(f"{self.label} has fewer than {self.consumed} of its {self.length} micro-batches")
+        if not self.consumed:
+            return
+        skip = 0
+        if state is None:
+            self._set_epoch()
+            if "consumed" in signature(getattr(self.sampler, "state_dict", _keeps_no_state)).parameters:
+                self.sampler.load_state_dict(self.sampler.state_dict(consumed=self.consumed))
+            else:
+                skip = self.consumed
+        self._iterator = iter(self.sampler)
+        if sum(1 for _ in islice(self._iterator, skip)) < skip:
+            raise RuntimeError(f"{self.label} has fewer than {skip} of its {self.length} micro-batches")
 
     def sampler_state(self) -> Any:
         """State of the sampler at the current place, or None if it keeps none."""
@@ -93,3 +101,7 @@ class SamplerReader:
     def _set_epoch(self) -> None:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
+
+
+def _keeps_no_state() -> None:
+    """Stands in for the `state_dict` of a sampler without one."""

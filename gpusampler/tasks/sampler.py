@@ -2,8 +2,8 @@
 
 Every rank holds the same schedule and its own rank's samplers, so all ranks train the same task in the same step and
 collectives inside the samplers keep their order. The place of every sampler is a function of the step (how often the
-schedule has read it before), which is what a resume restores: O(samplers) with states of the samplers' own, else one
-skip within an epoch each. Ranks compare schedules, lengths and accumulations once, in the constructor.
+schedule has read it before), which is what a resume restores: O(samplers) for samplers with states, else one skip
+within an epoch each. Ranks compare schedules, lengths and accumulations once, in the constructor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
+from gpusampler.handout import Handout
 from gpusampler.tasks.agree import ProcessGroup, agreed
 from gpusampler.tasks.reader import SamplerReader
 from gpusampler.tasks.schedule import Drawn, TaskSchedule
@@ -94,6 +95,8 @@ class MultiTaskBatchSampler:
         self._step = 0
         self._micro_batch = 0
         self._resumed = False
+        self._origin = (0, 0)
+        self._handout: Handout | None = None
         self._lengths: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -103,7 +106,7 @@ class MultiTaskBatchSampler:
             return self.num_steps * accumulations.pop()
         if self.epoch not in self._lengths:
             start = self.epoch * self.num_steps
-            self._lengths[self.epoch] = sum(self._read_before(start + self.num_steps, start).values())
+            self._lengths[self.epoch] = sum(self._read_between(start, start + self.num_steps).values())
         return self._lengths[self.epoch]
 
     def __iter__(self) -> Iterator[TaskBatch]:
@@ -111,6 +114,8 @@ class MultiTaskBatchSampler:
         if not self._resumed:
             self._go_to(self.epoch * self.num_steps)
         self._resumed = False
+        self._origin = self._step, self._micro_batch
+        self._handout = handout = Handout(0, frames=1)
         end = (self.epoch + 1) * self.num_steps
         while self._step < end:
             drawn = self.schedule.draw_at(self._step)
@@ -120,6 +125,7 @@ class MultiTaskBatchSampler:
             self._micro_batch += 1
             if self._micro_batch == reader.grad_accum:
                 self._step, self._micro_batch = self._step + 1, 0
+            handout.handed += 1
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
@@ -132,27 +138,36 @@ class MultiTaskBatchSampler:
         if epoch != self.epoch:
             self.epoch = int(epoch)
             self._resumed = False
+            self._handout = None
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Place of the schedule and of every sampler, in plain types.
 
         Args:
-            consumed: Micro-batches of this pass, from its first, that training has used. A loader with workers reads
-                ahead, so this sampler cannot know; without it the state counts what was handed out. O(step) where
-                given.
+            consumed: Micro-batches of this pass, from its first, that training has used. Default: counted, which is
+                right for a plain loop and for a torch `DataLoader`, with workers too; give it when something else reads
+                ahead.
 
         Raises:
-            ParameterError: `consumed` is not within the pass.
+            ParameterError: `consumed` is more than was handed out.
         """
+        start = self.epoch * self.num_steps
+        if not start <= self._step <= start + self.num_steps:
+            self._go_to(start)
         step, micro_batch = self._step, self._micro_batch
-        read = {reader.label: reader.micro_batches for reader in self._readers.values()}
-        samplers = {reader.label: reader.sampler_state() for reader in self._readers.values()}
         if consumed is not None:
-            step, micro_batch = self._place(check_int("consumed", consumed, minimum=0, maximum=len(self)))
-            read = {self._readers[drawn].label: n for drawn, n in self._read_before(step).items()}
-            samplers = dict.fromkeys(read)
-            if micro_batch:
-                read[self._readers[self.schedule.draw_at(step)].label] += micro_batch
+            step, micro_batch = self._place(start, 0, check_int("consumed", consumed, minimum=0))
+        elif self._handout is not None and self._handout.consumed < self._handout.handed:
+            step, micro_batch = self._place(*self._origin, self._handout.consumed)
+        if (step, micro_batch) > (self._step, self._micro_batch):
+            raise ParameterError(f"consumed must be at most what this pass handed out, got {consumed}")
+        read_ahead = self._read_between(step, self._step)
+        read, samplers = {}, {}
+        for drawn, reader in self._readers.items():
+            ahead = read_ahead[drawn] + self._partial(drawn, self._step, self._micro_batch)
+            ahead -= self._partial(drawn, step, micro_batch)
+            read[reader.label] = (reader.micro_batches - ahead) // reader.grad_accum
+            samplers[reader.label] = None if ahead else reader.sampler_state()
         return {
             "format": STATE_FORMAT,
             **self.schedule.table(),
@@ -167,7 +182,8 @@ class MultiTaskBatchSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, with the samplers of a schedule that draws the same.
 
-        The step budget may differ: a longer run continues a shorter one.
+        The step budget may differ: a longer run continues a shorter one. Ranks and accumulation may differ between two
+        steps, if the samplers keep their steps.
 
         Raises:
             ParameterError: The state is of another format, policy, version, seed or table; the message names the field.
@@ -180,28 +196,40 @@ class MultiTaskBatchSampler:
                 raise ParameterError(
                     f"state has {field} {quote(state.get(field), 400)}, this schedule has {quote(value, 400)}"
                 )
-        readers = {reader.label: reader for reader in self._readers.values()}
-        if state["read"].keys() != readers.keys():
-            raise ParameterError(f"state has samplers {sorted(state['read'])}, this schedule has {sorted(readers)}")
-        self.schedule.draws.resume(state["step"], state["draw_counts"])
-        for label, reader in readers.items():
-            reader.seek(state["read"][label], state["samplers"][label])
-        self._step, self._micro_batch = state["step"], state["micro_batch"]
-        self.epoch = self._step // self.num_steps
+        labels = sorted(reader.label for reader in self._readers.values())
+        if sorted(state["read"]) != labels:
+            raise ParameterError(f"state has samplers {sorted(state['read'])}, this schedule has {labels}")
+        step, micro_batch = state["step"], state["micro_batch"]
+        grad_accum = self._readers[self.schedule.draw_at(step)].grad_accum
+        if micro_batch >= grad_accum:
+            raise ParameterError(
+                f"state has micro_batch {micro_batch}, this schedule has grad_accum {grad_accum} there"
+            )
+        self.schedule.draws.resume(step, state["draw_counts"])
+        for drawn, reader in self._readers.items():
+            read = state["read"][reader.label] * reader.grad_accum + self._partial(drawn, step, micro_batch)
+            reader.seek(read, state["samplers"][reader.label])
+        self._step, self._micro_batch = step, micro_batch
+        self.epoch = step // self.num_steps
         self._resumed = True
+        self._handout = None
 
-    def _place(self, consumed: int) -> tuple[int, int]:
-        """Step, and micro-batch in it, after `consumed` micro-batches of the current pass."""
-        step = self.epoch * self.num_steps
-        while consumed and consumed >= (size := self._readers[self.schedule.draw_at(step)].grad_accum):
-            step, consumed = step + 1, consumed - size
-        return step, consumed
+    def _place(self, step: int, micro_batch: int, count: int) -> tuple[int, int]:
+        """Step, and micro-batch in it, `count` micro-batches after a place."""
+        count += micro_batch
+        while count and count >= (size := self._readers[self.schedule.draw_at(step)].grad_accum):
+            step, count = step + 1, count - size
+        return step, count
 
-    def _read_before(self, step: int, start: int = 0) -> dict[Drawn, int]:
-        """Micro-batches that steps [start, step) read of each sampler: O(step - start)."""
+    def _partial(self, drawn: Drawn, step: int, micro_batch: int) -> int:
+        """Micro-batches that an unfinished step has read of one sampler."""
+        return micro_batch if micro_batch and self.schedule.draw_at(step) == drawn else 0
+
+    def _read_between(self, start: int, stop: int) -> dict[Drawn, int]:
+        """Micro-batches that steps [start, stop) read of each sampler: O(stop - start)."""
         read = dict.fromkeys(self._readers, 0)
-        for earlier in range(start, step):
-            drawn = self.schedule.draw_at(earlier)
+        for step in range(start, stop):
+            drawn = self.schedule.draw_at(step)
             read[drawn] += self._readers[drawn].grad_accum
         return read
 
@@ -209,7 +237,7 @@ class MultiTaskBatchSampler:
         """Bring every sampler to where it is before `step`: nothing to do between passes, else O(step)."""
         if (self._step, self._micro_batch) == (step, 0):
             return
-        for drawn, micro_batches in self._read_before(step).items():
+        for drawn, micro_batches in self._read_between(0, step).items():
             self._readers[drawn].seek(micro_batches)
         self._step, self._micro_batch = step, 0
 
