@@ -1,0 +1,67 @@
+"""Every variant of every kernel that the launcher can produce, for compiling ahead of time.
+
+Block sizes follow from the sizes of a problem through `launch`; here all sizes are gone through. Pointers' dtypes are
+told by their names, which mean the same in all kernels.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from gpusampler.kernels import costs, launch, search, shuffle, sort, spec
+
+_FLOATS = {"inverse_ptr", "custom_ptr", "costs_ptr", "bounds_ptr"}
+_INTS = {"order_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr"}
+
+
+class Variant(NamedTuple):
+    """A kernel, the dtypes of its arguments, and its constants."""
+
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, without its underscore and suffix."""
+        name: str = self.function.fn.__name__
+        return name.removeprefix("_").removesuffix("_kernel")
+
+    @property
+    def label(self) -> str:
+        """What tells this variant from others of the kernel."""
+        constants = [f"{name.lower()}={int(value)}" for name, value in self.constants.items()]
+        dtypes = [self.signature[name] for name in self.signature if name == "lengths_ptr"]
+        return " ".join(constants + [dtype.removeprefix("*") for dtype in dtypes])
+
+
+def _variant(function: Any, num_warps: int, lengths: str = "", **constants: Any) -> Variant:
+    signature = {}
+    for parameter in function.params:
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+        elif not parameter.name.endswith("_ptr"):
+            signature[parameter.name] = parameter.annotation_type
+        elif parameter.name == "lengths_ptr":
+            signature[parameter.name] = f"*{lengths}"
+        else:
+            is_int = parameter.name in _INTS
+            signature[parameter.name] = "*fp64" if parameter.name in _FLOATS else "*i32" if is_int else "*i64"
+    return Variant(function, signature, constants, num_warps)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << bits for bits in range(most.bit_length())]
+
+
+def variants(chip: int) -> Iterator[Variant]:
+    """All variants for a chip of compute capability `chip`, 90 for 9.0, each once."""
+    yield _variant(shuffle._shuffle_kernel, launch.SHUFFLE.num_warps, ROUND_KEYS=spec.ROUND_KEYS, BLOCK=launch.SHUFFLE.block)
+    sorts = {launch.sort_shape(size, launch.SHARED_BYTES[chip]) for size in _powers(launch.MAX_SORT)}
+    for lengths in ("i32", "i64"):
+        for shape in sorted(shape for shape in sorts if shape is not None):
+            yield _variant(sort._sort_rows_kernel, shape.num_warps, lengths, BLOCK=shape.block)
+        for custom in (False, True):
+            shape = launch.COSTS
+            yield _variant(costs._costs_kernel, shape.num_warps, lengths, CUSTOM=custom, BLOCK=shape.block)
+    yield _variant(search._min_max_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
