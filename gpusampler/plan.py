@@ -45,9 +45,9 @@ class BatchPlan:
     Example:
         >>> plan = plan_batches(torch.tensor([[8, 1, 2, 7, 1, 1]]), dp_size=2, cost=CostModel(alpha=0.0))
         >>> plan.microbatch(0, slot=0, rank=0).tolist(), plan.microbatch(0, slot=0, rank=1).tolist()
-        ([0], [3, 2, 1, 4, 5])
+        ([0, 3], [2, 1, 4, 5])
         >>> plan.costs.tolist()
-        [[[8.0, 35.0]]]
+        [[[16.0, 8.0]]]
     """
 
     order: torch.Tensor
@@ -145,8 +145,8 @@ class Partition:
         shift = spec.shift_for_lengths(longest, size, self._alphas, self.cost.intercept)
         if shift < 0 or (self.cost.alpha > 0 and self._alphas[shift] < 16):
             raise ParameterError(
-                f"lengths up to {longest} in batches of {size} with alpha {self.cost.alpha} exceed the integer range of "
-                "the planner; measure lengths in a coarser unit, alpha in its inverse"
+                f"lengths up to {longest} in batches of {size} with alpha {self.cost.alpha} exceed the planner's integer "
+                "range; measure lengths in a coarser unit, alpha in its inverse"
             )
 
     def plan(self, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> BatchPlan:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from numba import njit
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def compiled(function: F) -> F:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on its first call; a read-only installation without a cache folder compiles every time.
 
     numba's cache watches the file of a function, not the files of those it calls: functions that call each other
     belong in one file.
     """
     try:
-        return njit(nogil=True, cache=True)(function)
+        made: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:
-        return njit(nogil=True)(function)
+        made = njit(nogil=True, error_model="numpy")(function)
+    return made
