@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from gpusampler import GPUBatchRebalanceSampler
 from gpusampler.carry import CarryLoop, CarryStep, ode_renoise, rectified_flow, sde_renoise
 from gpusampler.errors import ParameterError
 
@@ -382,3 +383,27 @@ def test_uneven_micro_batches_from_a_real_loader(num_workers: int) -> None:
     assert [step.sample_ids for step in steps[::2]] == [(0, 1, 2)] * 4 + [(15,)]
     assert [step.sample_ids for step in steps[1::2]] == [(3,)] * 3 + [(13, 14)] * 2
     assert [step.raw_batch["x"].tolist() for step in steps] == [[float(i) for i in s.sample_ids or ()] for s in steps]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_uneven_micro_batches_of_the_balancing_sampler(rank: int) -> None:
+    lengths = [1 + (37 * i * i) % 211 for i in range(128)]
+
+    def make_sampler() -> GPUBatchRebalanceSampler:
+        return GPUBatchRebalanceSampler(lengths, 16, dp_size=2, grad_accum=2, rank=rank, process_group=None)
+
+    sampler = make_sampler()
+    plan = list(sampler)
+    assert len({len(ids) for ids in plan}) > 1  # sizes do change
+    loop, _ = make_loop(num_slots=2)
+    loader = DataLoader(range(128), batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    adopted: dict[int, tuple[int, ...]] = {}
+    for index, batch in enumerate(loader):
+        step = loop.step(batch, slot=index % 2, sample_ids=batch["ids"])
+        if step.fresh:
+            adopted[step.slot] = tuple(plan[index])
+        assert step.sample_ids == adopted[step.slot]
+        assert step.raw_batch["x"].tolist() == [float(i) for i in adopted[step.slot]]
+        assert step.state.shape == step.pred.shape == (len(adopted[step.slot]),)
+    loop.restart(5)  # a resume in mid-step, at the second slot
+    assert [loop.step(collate(ids), sample_ids=ids).slot for ids in plan[5:]] == [1, 0] * 5 + [1]
