@@ -1,6 +1,6 @@
 """What a cap on padded tokens would cost: the same steps planned under several values of `max_tokens`.
 
-A lower cap takes less memory and more padding-free but smaller micro-batches; below some value the samples of a step
+A lower cap takes less memory; below some value the samples of a step
 no longer fit into K of them, and `grad_accum` has to grow.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from gpusampler.evaluate import Ints
 from gpusampler.kernels import spec

@@ -25,7 +25,7 @@ from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.strategies import Ours, Strategy, make_strategy, step_samples, unavailable
 
 _BLOCK_SAMPLES = 1 << 16
-_PEER_SECONDS = 10.0  # estimated planning time that a slow peer may take
+_PEER_SECONDS = 6.0  # estimated planning time that a slow peer may take
 _TIGHT_OPERATIONS = 5e8  # a second of the tighter bound, or so
 _MOST_TIGHT = 64
 _CAP_SAMPLES = 1 << 17

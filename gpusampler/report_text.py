@@ -18,7 +18,7 @@ def _setting(report: Report) -> str:
     meet = "in every slot" if settings["sync"] == "microbatch" else "once a step"
     cost = "cost_fn(length)" if settings["alpha"] is None else f"length + {settings['alpha']:.4g} * length^2"
     evaluated, steps = len(report.ours.steps), settings["steps"]
-    which = f"all {steps:,}" if evaluated == steps else f"{evaluated:,} of {steps:,}, drawn at random"
+    which = f"all {steps:,}" if evaluated == steps else f"{evaluated:,}, drawn at random from the {steps:,}"
     return "\n".join(
         [
             f"lengths   {lengths['count']:,} samples of {lengths['shortest']:,} to {lengths['longest']:,} tokens: mean "
@@ -56,7 +56,7 @@ def _notes(report: Report) -> list[str]:
     notes = []
     for each in report.strategies:
         if len(each.steps) < len(report.ours.steps):
-            notes.append(f"{each.name}: {len(each.steps):,} of these steps, planning them all would take long.")
+            notes.append(f"{each.name}: on {len(each.steps):,} of these steps, as it plans slowly.")
     notes += [f"{name}: left out, {reason}." for name, reason in report.left_out.items()]
     names = [each.name for each in report.strategies]
     if "transformers" in names:
@@ -87,7 +87,7 @@ def _floor(report: Report) -> str:
     if not floor["bound_share"]:
         return text + ":\n          no step is bound by it"
     return text + (
-        f":\n          {share} of the steps are bound by it, all steps together cost {floor['cost']:.3f} times what they "
+        f":\n          {share} of the steps are bound by it, together they cost {floor['cost']:.3f} times what they "
         "would without;\n          larger steps, fewer ranks or shorter samples lower this floor"
     )
 

@@ -1,16 +1,14 @@
 """Ways to cut an epoch into micro-batches, side by side: what the report and the demo compare.
 
-| name                | a step's samples            | its micro-batches                                                     |
-|---------------------|-----------------------------|-----------------------------------------------------------------------|
-| random              | shuffled                    | equal counts, as shuffled                                             |
-| length-grouped      | megabatches sorted by length | equal counts, neighbours in length (`group_by_length` of transformers) |
-| transformers        | shuffled                    | `BatchRebalanceSampler` of transformers >= 5.24, as it is shipped      |
-| transformers, alpha | shuffled                    | the same with its fixed cost constant replaced by the given `alpha`    |
-| gpusampler          | shuffled                    | `GPUBatchRebalanceSampler`                                            |
+- random: shuffled samples, in micro-batches of equal counts.
+- length-grouped: megabatches of shuffled samples are sorted by length, then cut into equal counts (`group_by_length`).
+- transformers: shuffled steps, split by the `BatchRebalanceSampler` of transformers >= 5.24 as it is shipped.
+- transformers, alpha: the same, with the given `alpha` in place of its fixed cost constant.
+- gpusampler: shuffled steps, split by `GPUBatchRebalanceSampler`.
 
 All but length-grouped put the same samples into the same steps, so that their steps compare one by one. Every strategy
-has two faces: `plan` gives all ranks' micro-batches of some steps, for evaluation; `batch_sampler` gives one rank's, for
-a `DataLoader`. The peers are O(B) in memory a step; the time of transformers' grows with B * max(30 * K, B).
+has two faces: `plan` gives all ranks' micro-batches of some steps, for evaluation; `batch_sampler` gives one rank's,
+for a `DataLoader`. O(B) memory a step; the time of transformers' search grows with B * max(30 * K, B).
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def as_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows under a head whose cells may have several lines; the first column is flush left.
+    r"""Lay out rows under a head whose cells may have several lines; the first column is flush left.
 
     Example:
-        >>> print(as_table(["name", "step\\ntime"], [["a", "1.5"], ["longer", "10.25"]]))
+        >>> print(as_table(["name", "step\ntime"], [["a", "1.5"], ["longer", "10.25"]]))
                  step
         name     time
         a         1.5
