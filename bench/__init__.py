@@ -1,0 +1,1 @@
+"""Benches: what the planner reaches, beside its bounds and its peers. `python -m bench --list` names them."""
