@@ -3,7 +3,7 @@
 Ours: `plan_batches` on 8 rows a call, time over 8. Peer: one pass of its sampler over one row, what every rank pays a
 step. Both in one process and thread; their turns alternate, so that a noisy machine disturbs both alike. Rows are real
 windows, in turn; where a trace has fewer than the turns need, they come again. Plans are checked before anything is
-timed. Medians, and their ratio; the balance beside it is that of the timed plans.
+timed. Medians, and their ratio; the balance beside it is that of the first row of each trace.
 """
 
 from __future__ import annotations
@@ -135,6 +135,8 @@ def run(argv: list[str]) -> int:
         for name, lengths in permuted_traces(args.traces).items()
         if len(lengths) >= shape[0]
     ]
+    if not cells:
+        raise SystemExit(f"bench: --shape: no trace has {min(shape[0] for shape in shapes)} samples")
     timings = [
         time_shape(name, lengths, shape, args.seconds, version is not None)
         for name, lengths, shape in tqdm(cells, unit="trace", leave=False, disable=None)

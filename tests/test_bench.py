@@ -251,7 +251,7 @@ def test_speed_of_one_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(json.loads(written.read_text())["figures"]["timings"]) == 8
 
 
-@pytest.mark.parametrize("shape", ["64,4", "64,4,x", "64,0,2", "7,4,2"])
+@pytest.mark.parametrize("shape", ["64,4", "64,4,x", "64,0,2", "7,4,2", "100000,4,2"])
 def test_speed_refuses_an_impossible_shape(shape: str) -> None:
     with pytest.raises(SystemExit, match="--shape"):
         speed.run(["--shape", shape])
