@@ -1,7 +1,7 @@
 """`gpusampler report | demo | tasks`: the command line.
 
 Results go to standard output, progress and errors to standard error. Exit code 0; 2 with one line for a user's
-mistake; 130 when interrupted.
+mistake; 1 if the processes of the demo failed; 130 when interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from gpusampler._version import __version__
 from gpusampler.cost import CostModel
@@ -51,15 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = _parser().parse_args(argv)
-        warnings.showwarning = _show_warning
-        code: int = arguments.func(arguments)
-        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = arguments.func(arguments)
+            sys.stdout.flush()
         return code
     except SystemExit as stop:
         return int(stop.code or 0)
     except ParameterError as error:
         print(f"gpusampler: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except ChildProcessError as error:
+        print(f"gpusampler: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -69,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="gpusampler", description="Balanced, memory-bounded micro-batches: look before you train.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="gpusampler", description="Balanced, memory-bounded micro-batches: look before you train."
+    )
     parser.add_argument("--version", action="version", version=f"gpusampler {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_report(commands)
@@ -139,8 +145,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--world-size", type=int, default=2, metavar="D", help="processes (default 2)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps with each sampler; default: as many as "
                         "--seconds allow")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=90.0, help="time to train, all samplers together, without "
-                        "start-up (default 90)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=60.0, help="time to train, all samplers together, without "
+                        "start-up (default 60)")  # fmt: skip
     parser.add_argument("--trace", choices=TRACES, default=TRACES[0], help=f"lengths of the data (default {TRACES[0]})")
     parser.add_argument("--seed", type=int, default=42, help="of shuffle and model (default 42)")
 
@@ -214,5 +220,12 @@ def _cost(arguments: argparse.Namespace) -> CostModel:
     return CostModel.from_config(config, intercept=arguments.intercept)
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     print(f"gpusampler: warning: {message}", file=sys.stderr)

@@ -45,7 +45,7 @@ def plot_report(report: Report, path: str | os.PathLike[str]) -> None:
         ParameterError: as `check_plot`.
     """
     check_plot(path)
-    figure, ((parts, spread), (lengths, caps)) = _figure(2, 2, (12, 8))
+    figure, ((parts, spread), (lengths, caps)) = new_figure(2, 2, (12, 8))
     _plot_parts(parts, report)
     _plot_spread(spread, report)
     _plot_lengths(lengths, report)
@@ -55,7 +55,7 @@ def plot_report(report: Report, path: str | os.PathLike[str]) -> None:
         f"{report.lengths['count']:,} samples, {settings['effective_batch_size']:,} a step on "
         f"{settings['dp_size']} ranks x {settings['grad_accum']} slots, sync={settings['sync']}"
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def colour(position: int, count: int) -> str:
@@ -63,7 +63,8 @@ def colour(position: int, count: int) -> str:
     return _OURS if position == count - 1 else _PEERS[position % len(_PEERS)]
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure and its panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -73,7 +74,8 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, An
     return figure, axes
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure; an error names the file."""
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -1,0 +1,334 @@
+"""One process of the demo: trains a small transformer once with each way to make micro-batches, and times the steps.
+
+Started by torchrun, with the paths of two JSON files: `DemoSettings` to read, results to write. What is timed is
+ordinary: a `DataLoader` with a worker process and a `batch_sampler`, DistributedDataParallel that averages gradients
+in every micro-batch, a loss weighted by `microbatch_weight`, AdamW. The strategies take turns, a few steps each, so
+that a machine that slows down slows them all; each has a model of its own, from the same start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from gpusampler.cost import CostModel
+from gpusampler.sampler import GPUBatchRebalanceSampler
+from gpusampler.strategies import make_strategy
+from gpusampler.traces import load_trace
+from gpusampler.weights import microbatch_weight
+
+VOCABULARY = 256
+_IGNORED = -100
+_BLOCK_STEPS = 4
+_FEWEST_STEPS, _MOST_STEPS = 8, 400
+_POOL_STEPS = 64
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What to train; see `gpusampler.demo.run_demo`."""
+
+    trace: str
+    mean_length: int
+    longest: int
+    dp_size: int
+    grad_accum: int
+    batch_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    strategies: tuple[str, ...]
+    num_steps: int | None
+    seconds: float
+    seed: int
+    device: str
+
+
+class TinyTransformer(nn.Module):
+    """A decoder: embeddings, pre-norm blocks with causal attention, one score a vocabulary entry.
+
+    Args:
+        settings: sizes.
+    """
+
+    def __init__(self, settings: DemoSettings) -> None:
+        """Initialise as torch does."""
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, settings.hidden_size)
+        self.places = nn.Embedding(settings.longest, settings.hidden_size)
+        self.blocks = nn.Sequential(
+            *(_Block(settings.hidden_size, settings.num_heads) for _ in range(settings.num_layers))
+        )
+        self.norm = nn.LayerNorm(settings.hidden_size)
+        self.head = nn.Linear(settings.hidden_size, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token, [n, length, VOCABULARY], from tokens int64 [n, length]."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.blocks(self.tokens(tokens) + self.places(places))
+        scores: torch.Tensor = self.head(self.norm(hidden))
+        return scores
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = nn.LayerNorm(hidden_size)
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
+        self.attention_out = nn.Linear(hidden_size, hidden_size)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(hidden_size),
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        split = self.query_key_value(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(hidden)
+
+
+class CountingData(Dataset[torch.Tensor]):
+    """Sequences that count up by a step of their own, modulo the vocabulary, with some tokens replaced by noise."""
+
+    def __init__(self, lengths: np.ndarray[Any, Any], seed: int) -> None:
+        """Keep the lengths; a sequence is made when it is asked for, the same each time."""
+        self.lengths = lengths
+        self.seed = seed
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return one sequence, int64 [length]."""
+        random = np.random.default_rng((self.seed, index))
+        first, step = random.integers(VOCABULARY), random.integers(1, 8)
+        tokens = (first + step * np.arange(self.lengths[index])) % VOCABULARY
+        noisy = random.random(len(tokens)) < 0.1
+        tokens[noisy] = random.integers(VOCABULARY, size=noisy.sum())
+        return torch.from_numpy(tokens)
+
+
+def pad(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets int64 [n, longest]; what is padding, and the last token, has no target."""
+    tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    targets = nn.utils.rnn.pad_sequence([each[1:] for each in sequences], batch_first=True, padding_value=_IGNORED)
+    return tokens, functional.pad(targets, (0, 1), value=_IGNORED)
+
+
+def demo_lengths(settings: DemoSettings, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Lengths of `num_steps` steps' samples: drawn from the trace, scaled to the mean length, clipped."""
+    trace = load_trace(settings.trace)
+    drawn = np.random.default_rng(settings.seed).choice(trace, num_steps * settings.batch_size)
+    return np.clip(np.rint(drawn * (settings.mean_length / trace.mean())), 2, settings.longest).astype(np.int64)
+
+
+def demo_sampler(
+    settings: DemoSettings, lengths: np.ndarray[Any, Any], cost: CostModel, rank: int
+) -> GPUBatchRebalanceSampler:
+    """The sampler of one rank."""
+    return GPUBatchRebalanceSampler(
+        lengths,
+        settings.batch_size,
+        settings.dp_size,
+        settings.grad_accum,
+        seed=settings.seed,
+        rank=rank,
+        cost=cost,
+        process_group=None,
+    )
+
+
+class _Training:
+    """One strategy's model, loader and record."""
+
+    def __init__(self, name: str, settings: DemoSettings, sampler: GPUBatchRebalanceSampler) -> None:
+        self.name = name
+        self.settings = settings
+        self.model = _build_model(settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        loader = DataLoader(
+            CountingData(sampler.lengths.values, settings.seed),
+            batch_sampler=make_strategy(name, sampler).batch_sampler(),
+            collate_fn=pad,
+            num_workers=1,
+            prefetch_factor=2 * settings.grad_accum,
+        )
+        self.micro_batches: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(loader)
+        self.ready = self._fetch()
+
+    def _fetch(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The next step's micro-batches: the weights need to know all of a step's targets."""
+        return [pair for _, pair in zip(range(self.settings.grad_accum), self.micro_batches, strict=False)]
+
+    def step(self) -> None:
+        """One optimizer step and the fetch of the next, timed together."""
+        dist.barrier()
+        start = perf_counter()
+        loss = train_step(self.model, self.ready, self.settings)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ready = self._fetch()
+        loss_now = float(loss)  # waits for a GPU
+        self.seconds.append(perf_counter() - start)
+        self.losses.append(loss_now / self.settings.dp_size)
+
+
+def train_step(
+    model: nn.Module, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], settings: DemoSettings
+) -> torch.Tensor:
+    """Gradients of the mean loss over all targets of a step; returns `dp_size` times that mean, summed over ranks."""
+    device = torch.device(settings.device)
+    counts = [int((targets != _IGNORED).sum()) for _, targets in micro_batches]
+    total = torch.tensor(sum(counts), device=device)
+    dist.all_reduce(total)
+    summed = torch.zeros((), device=device)
+    for (tokens, targets), count in zip(micro_batches, counts, strict=True):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            scores = model(tokens.to(device))
+        loss = functional.cross_entropy(
+            scores.float().flatten(0, 1), targets.to(device).flatten(), ignore_index=_IGNORED
+        )
+        loss = loss * microbatch_weight(count, int(total), dp_size=settings.dp_size)
+        loss.backward()
+        summed += loss.detach()
+    dist.all_reduce(summed)
+    return summed
+
+
+def _build_model(settings: DemoSettings) -> DistributedDataParallel:
+    torch.manual_seed(settings.seed)
+    return DistributedDataParallel(TinyTransformer(settings).to(settings.device))
+
+
+def calibrate(settings: DemoSettings) -> tuple[CostModel, float]:
+    """Fit the cost model to this machine: time micro-batches of several shapes, on all ranks at once.
+
+    Returns:
+        The model, the same on every rank, and the seconds that one unit of its cost takes.
+    """
+    model = _build_model(settings)
+    longest = settings.longest
+    shapes = [(1, 16), (8, 16), (48, 16), (4, longest // 8), (16, longest // 8), (4, longest // 4), (1, longest),
+              (2, longest)]  # fmt: skip
+    seconds = []
+    for n, length in shapes:
+        batch = pad([torch.zeros(length, dtype=torch.int64)] * n)
+        times = []
+        for _ in range(1 + _REPEATS):
+            dist.barrier()
+            start = perf_counter()
+            float(train_step(model, [batch], settings))
+            times.append(perf_counter() - start)
+        seconds.append(float(np.median(times[1:])))
+    fit = torch.tensor(fit_cost(shapes, seconds), dtype=torch.float64, device=settings.device)
+    dist.broadcast(fit, 0)
+    fixed, linear, square = fit.tolist()
+    return CostModel(alpha=square / linear, intercept=fixed / linear), linear
+
+
+def fit_cost(shapes: list[tuple[int, int]], seconds: list[float]) -> list[float]:
+    """Seconds a micro-batch, a token and a squared token of a sample: least squares of relative errors, none negative.
+
+    Example:
+        >>> shapes = [(1, 10), (2, 10), (1, 100), (3, 50)]
+        >>> [round(x, 9) for x in fit_cost(shapes, [0.5 + 0.01 * n * l + 0.0001 * n * l * l for n, l in shapes])]
+        [0.5, 0.01, 0.0001]
+    """
+    n, length = np.array(shapes, dtype=np.float64).T
+    terms = np.stack([np.ones_like(n), n * length, n * length**2], axis=1) / np.array(seconds)[:, None]
+    used = [0, 1, 2]
+    while True:
+        part = np.linalg.lstsq(terms[:, used], np.ones(len(n)), rcond=None)[0]
+        if part.min() >= 0 or used == [1]:
+            break
+        # the linear term stays: it is the unit of the cost
+        used.remove(min((term for term in used if term != 1), key=lambda term: part[used.index(term)]))
+    fit = [0.0, 0.0, 0.0]
+    for term, value in zip(used, part.tolist(), strict=True):
+        fit[term] = value
+    return fit
+
+
+def choose_steps(settings: DemoSettings, cost: CostModel, unit: float) -> int:
+    """As many steps as all strategies together can train in the time given, if the model is right."""
+    if settings.num_steps is not None:
+        return settings.num_steps
+    from gpusampler.report import report_sampler
+
+    sampler = demo_sampler(settings, demo_lengths(settings, _POOL_STEPS), cost, 0)
+    report = report_sampler(sampler, peers=settings.strategies[:-1])
+    a_step = unit * sum(float(each.figures.cost.mean()) for each in report.strategies)
+    blocks = int(settings.seconds / a_step / _BLOCK_STEPS)
+    return min(max(blocks * _BLOCK_STEPS, _FEWEST_STEPS), _MOST_STEPS)
+
+
+def train(settings: DemoSettings) -> dict[str, Any]:
+    """Train with each strategy in turns; returns what the output file holds."""
+    rank = dist.get_rank()
+    cost, unit = calibrate(settings)
+    steps = torch.tensor(choose_steps(settings, cost, unit) if rank == 0 else 0, device=settings.device)
+    dist.broadcast(steps, 0)
+    num_steps = int(steps)
+    lengths = demo_lengths(settings, num_steps)
+    runs = []
+    for name in settings.strategies:
+        runs.append(_Training(name, settings, demo_sampler(settings, lengths, cost, rank)))
+    terminal = sys.stderr.isatty()
+    with tqdm(
+        total=num_steps * len(runs), unit=" steps", disable=rank != 0, mininterval=0.2 if terminal else 10.0
+    ) as bar:
+        for block, start in enumerate(range(0, num_steps, _BLOCK_STEPS)):
+            for place in range(len(runs)):
+                run = runs[(place + block) % len(runs)]
+                bar.set_description(f"training, {run.name}", refresh=False)
+                for _ in range(min(_BLOCK_STEPS, num_steps - start)):
+                    run.step()
+                    bar.update()
+    return {
+        "alpha": cost.alpha,
+        "intercept": cost.intercept,
+        "seconds_a_token": unit,
+        "runs": [{"name": run.name, "seconds": run.seconds, "losses": run.losses} for run in runs],
+    }
+
+
+def main(given: str, written: str) -> None:
+    """Run one process, with settings from one file; rank 0 writes the results to the other."""
+    with open(given, encoding="utf-8") as file:
+        settings = DemoSettings(**json.load(file))
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+    result = train(settings)
+    if dist.get_rank() == 0:
+        with open(written, "w", encoding="utf-8") as file:
+            json.dump(result, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
