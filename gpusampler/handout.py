@@ -1,9 +1,11 @@
-"""How many micro-batches the training loop has taken, as opposed to how many were handed to a loader.
+"""Who iterates a batch sampler, and how many micro-batches the training loop has taken, as opposed to how many were
+handed to a loader.
 
 A DataLoader with workers asks its batch sampler for `num_workers * prefetch_factor` micro-batches ahead. torch's
 loaders count the batches they have given to the loop in `_num_yielded`, in every release since 1.4 (torchdata's
-StatefulDataLoader does the same); a loader that iterates the sampler itself is read there. Any other consumer is taken
-to use what it is handed.
+StatefulDataLoader does the same); a loader that iterates the sampler, itself or through batch samplers around it, is
+read there. accelerate's loaders hold one more batch back, until `end_of_dataloader`. Any other consumer is taken to use
+what it is handed.
 """
 
 from __future__ import annotations
@@ -12,45 +14,107 @@ import sys
 import weakref
 from typing import Any
 
+from gpusampler.errors import ParameterError
+
+# Calls between a sampler and the loop: batch samplers around it, the loader's iterator with its bases, the loader.
+_MAX_FRAMES = 16
+_MAX_WRAPPERS = 4
+
+
+class Consumer:
+    """The loader that iterates `sampler`, found among the callers; it is not kept alive.
+
+    Attributes:
+        skips: batches that accelerate's `skip_first_batches` throws away, or None where it is not in use.
+
+    Raises:
+        ParameterError: an accelerate wrapper would keep a part of this rank's micro-batches.
+    """
+
+    def __init__(self, sampler: object) -> None:
+        """Look through the callers; to be called from the sampler's `__iter__`."""
+        self.skips: int | None = None
+        self._loader: weakref.ref[Any] | None = None
+        self._fields: dict[str, Any] | None = None
+        self._holder: weakref.ref[Any] | None = None
+        self._final: int | None = None
+        frame = sys._getframe(2)
+        chain: list[Any] = []
+        for _ in range(_MAX_FRAMES):
+            owner = frame.f_locals.get("self")
+            if not chain:
+                chain = _wrappers(owner, sampler)
+                if chain and isinstance(getattr(owner, "_num_yielded", None), int):
+                    self._fields = vars(owner)
+                    self._loader = weakref.ref(owner, self._loader_died)
+            elif getattr(owner, "batch_sampler", None) is chain[0] and hasattr(owner, "end_of_dataloader"):
+                self._holder = weakref.ref(owner)
+                break
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        _refuse_shards(chain)
+        skips = [int(wrapper.skip_batches) for wrapper in chain if hasattr(wrapper, "skip_batches")]
+        if skips:
+            self.skips = sum(skips)
+
+    @property
+    def yielded(self) -> int | None:
+        """Batches that the loop has taken from the loader; None without a loader."""
+        if self._fields is None:
+            return self._final
+        count = int(self._fields["_num_yielded"])
+        holder = None if self._holder is None else self._holder()
+        return count - 1 if count and holder is not None and not holder.end_of_dataloader else count
+
+    def _loader_died(self, _: object) -> None:
+        self._final = self.yielded
+        self._fields = None
+
 
 class Handout:
     """Counts micro-batches of one iteration over a sampler.
 
     Args:
         start: micro-batches of the epoch consumed before this iteration.
-        frames: how many calls lie between this constructor and whoever iterates the sampler.
+        consumer: who iterates, if that is known.
+        skipped: micro-batches that are handed out but never reach the loader.
     """
 
-    def __init__(self, start: int, frames: int) -> None:
-        """Find the loader, if one is iterating; it is not kept alive."""
+    def __init__(self, start: int, consumer: Consumer | None = None, skipped: int = 0) -> None:
+        """Nothing is handed out yet."""
         self.handed = start
-        self._start = start
-        self._final: int | None = None
-        self._fields: dict[str, Any] | None = None
-        caller = sys._getframe(frames + 1)
-        loader = caller.f_locals.get("self")
-        if isinstance(getattr(loader, "_num_yielded", None), int) and hasattr(loader, "_index_sampler"):
-            self._fields = vars(loader)
-            self._loader = weakref.ref(loader, self._loader_died)
+        self.base = start + skipped
+        self._consumer = consumer
 
     @property
     def consumed(self) -> int:
         """Micro-batches of the epoch that the training loop has taken."""
-        if self._final is not None:
-            return min(self.handed, self._start + self._final)
-        if self._fields is not None:
-            return min(self.handed, self._start + int(self._fields["_num_yielded"]))
-        return self.handed
-
-    def _loader_died(self, _: object) -> None:
-        if self._fields is not None:
-            self._final = int(self._fields["_num_yielded"])
-            self._fields = None
+        yielded = None if self._consumer is None else self._consumer.yielded
+        return self.handed if yielded is None else min(self.handed, self.base + yielded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain count: a copy has no loader."""
-        return _finished, (self.consumed,)
+        return Handout, (self.consumed,)
 
 
-def _finished(consumed: int) -> Handout:
-    return Handout(consumed, 0)
+def _wrappers(owner: object, sampler: object) -> list[Any]:
+    """Batch samplers from a loader's iterator down to `sampler`; none if `owner` does not iterate it."""
+    wrapper = getattr(owner, "_index_sampler", None)
+    chain: list[Any] = []
+    while wrapper is not None and len(chain) < _MAX_WRAPPERS:
+        chain.append(wrapper)
+        if wrapper is sampler:
+            return chain
+        wrapper = getattr(wrapper, "batch_sampler", None)
+    return []
+
+
+def _refuse_shards(chain: list[Any]) -> None:
+    for wrapper in chain:
+        processes = getattr(wrapper, "num_processes", 1)
+        if hasattr(wrapper, "split_batches") and processes > 1:
+            raise ParameterError(
+                f"the sampler yields the micro-batches of this rank already, and {type(wrapper).__name__} would keep "
+                f"one of {processes} of them: prepare the loader with gpusampler.integrations.accelerate.prepare"
+            )

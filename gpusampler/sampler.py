@@ -6,7 +6,8 @@ ahead of time; this class strings them together and remembers where the training
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from gpusampler.errors import (
     quote,
 )
 from gpusampler.feasible import check_cap, check_oversize
-from gpusampler.handout import Handout
+from gpusampler.handout import Consumer, Handout
 from gpusampler.kernels.checks import gather
 from gpusampler.lengths import as_lengths
 from gpusampler.pipeline import PlanAhead
@@ -148,6 +149,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             drop_last=self.drop_last,
         )
         self.epoch = 0
+        self._epoch_before_load = 0
         self._start = 0
         self._handout: Handout | None = None
         self.partition.check_range(self.effective_batch_size, self.lengths.maximum)
@@ -163,12 +165,20 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of the epoch, slot 0 of the first step first.
 
-        Starts where a loaded state left off, once; the next iteration starts the epoch from its beginning.
+        Starts where a loaded state left off, once; the next iteration starts the epoch from its beginning. Where
+        accelerate's `skip_first_batches` wraps the sampler, the batches it throws away are empty: they are not planned.
+
+        Raises:
+            ParameterError: accelerate's `prepare` has wrapped the sampler so that most of the plan would be lost.
         """
         self._check_cap()
+        consumer = Consumer(self)
         start, self._start = self._start, 0
-        self._handout = Handout(start, frames=1)
-        return _MicroBatches(self, self._handout)
+        if consumer.skips is None:
+            self._handout = Handout(start, consumer)
+            return _MicroBatches(self, self._handout)
+        self._handout = Handout(min(consumer.skips, len(self)), consumer)
+        return chain(repeat([], self._handout.handed), _MicroBatches(self, self._handout))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next iteration; also forgets a loaded position in another epoch.
@@ -220,7 +230,9 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             ParameterError: the state is not one of this class, or was saved with other lengths, batch size, seed,
                 shuffle or drop_last, or within a step under another partition; it names the field.
         """
-        self.epoch, self._start = states.load(state, self.composition, self.partition, self.lengths)
+        epoch, start = states.load(state, self.composition, self.partition, self.lengths)
+        self._epoch_before_load = self.epoch
+        self.epoch, self._start = epoch, start
         self._handout = None
 
     def indices(self, step: int, epoch: int | None = None) -> torch.Tensor:
@@ -278,18 +290,38 @@ class _MicroBatches(Iterator[list[int]]):
 
     def __init__(self, sampler: GPUBatchRebalanceSampler, handout: Handout) -> None:
         """Start at what is consumed; plans nothing yet."""
+        self._sampler = sampler
         self._handout = handout
         self._rank = sampler.rank
         self._dp_size = sampler.dp_size
         self._grad_accum = sampler.grad_accum
-        step, self._slot = divmod(handout.handed, sampler.grad_accum)
-        epoch = sampler.epoch
+        self._epoch = sampler.epoch
+        self._go_to(handout.handed)
+
+    def _go_to(self, position: int) -> None:
+        sampler, epoch = self._sampler, self._epoch
+        step, self._slot = divmod(position, sampler.grad_accum)
         self._chunks = PlanAhead(
             _chunk_starts(step, sampler.composition, sampler.plan_ahead),
             lambda start, count: sampler._plan_chunk(epoch, start, count),
         )
         self._chunk: _Chunk | None = None
         self._row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position of what was handed out; torchdata's StatefulDataLoader keeps it for each batch under way."""
+        handed = self._handout.handed
+        return {**self._sampler.state_dict(handed), "epoch": self._epoch, "handed": handed - self._handout.base}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue behind what was handed out; the loader goes on counting from where it was."""
+        sampler = self._sampler
+        self._epoch, position = states.load(state, sampler.composition, sampler.partition, sampler.lengths)
+        self._handout.handed, self._handout.base = position, position - check_int("state['handed']", state["handed"])
+        self._chunks.close()
+        self._go_to(position)
+        if position == len(sampler):  # a loader that has finished asks for the next epoch, which may be chosen already
+            sampler.set_epoch(max(sampler.epoch, sampler._epoch_before_load))
 
     def __next__(self) -> list[int]:
         """Return the next micro-batch as builtin ints."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
-from gpusampler.handout import Handout
+from gpusampler.handout import Consumer, Handout
 from gpusampler.tasks.agree import ProcessGroup, agreed
 from gpusampler.tasks.reader import SamplerReader
 from gpusampler.tasks.schedule import Drawn, TaskSchedule
@@ -115,7 +115,8 @@ class MultiTaskBatchSampler:
             self._go_to(self.epoch * self.num_steps)
         self._resumed = False
         self._origin = self._step, self._micro_batch
-        self._handout = handout = Handout(0, frames=1)
+        consumer = Consumer(self)
+        self._handout = handout = Handout(0, consumer, skipped=consumer.skips or 0)
         end = (self.epoch + 1) * self.num_steps
         while self._step < end:
             drawn = self.schedule.draw_at(self._step)
