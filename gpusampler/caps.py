@@ -73,5 +73,5 @@ def _cap_cost(rows: Ints, cap: int, partition: Partition, uncapped: float) -> Ca
 
 def _round(tokens: float) -> int:
     """Down to two digits."""
-    unit = 10 ** max(0, len(str(int(tokens))) - 2)
+    unit: int = 10 ** max(0, len(str(int(tokens))) - 2)
     return int(tokens) // unit * unit

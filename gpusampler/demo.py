@@ -22,7 +22,7 @@ import torch
 from gpusampler.cost import CostModel
 from gpusampler.demo_worker import DemoSettings, demo_lengths, demo_sampler
 from gpusampler.errors import ParameterError, check_choice, check_float, check_int
-from gpusampler.report import Report, StrategyReport, report_sampler
+from gpusampler.report import StrategyReport, report_sampler
 from gpusampler.strategies import unavailable
 from gpusampler.tables import as_table
 from gpusampler.traces import TRACES
@@ -134,7 +134,8 @@ class DemoResult:
         if len(same) > 1:
             notes.append(
                 f"{', '.join(run.name for run in same)} train on the same samples in each step, with weighted losses:\n"
-                f"the loss, {ours.losses[0]:.3f} at first and {ours.losses[-1]:.3f} at last, differs by {apart:.0e} at most."
+                f"their losses, {ours.losses[0]:.3f} at first and {ours.losses[-1]:.3f} at last, differ by {apart:.0e} "
+                "at most."
             )
         return notes
 
@@ -214,7 +215,7 @@ def _result(settings: DemoSettings, measured: dict[str, Any], left_out: dict[str
     cost = CostModel(alpha=measured["alpha"], intercept=measured["intercept"])
     num_steps = len(measured["runs"][0]["seconds"])
     sampler = demo_sampler(settings, demo_lengths(settings, num_steps), cost, 0)
-    report: Report = report_sampler(sampler, max_steps=num_steps, peers=settings.strategies[:-1])
+    report = report_sampler(sampler, max_steps=num_steps, peers=settings.strategies[:-1])
     runs = []
     for run, modelled in zip(measured["runs"], report.strategies, strict=True):
         speed = float(modelled.figures.tokens.sum()) / sum(run["seconds"])

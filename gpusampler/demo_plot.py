@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpusampler.demo import DemoResult
-from gpusampler.plot import check_plot, colour, new_figure, save_figure
+from gpusampler.plot import check_plot, colour, new_figure, plain_ticks, save_figure
 
 
 def plot_demo(result: DemoResult, path: str | os.PathLike[str]) -> None:
@@ -64,6 +64,8 @@ def _plot_model(axes: Any, result: DemoResult) -> None:
     axes.plot([low, high], [low, high], color="black", linewidth=1, linestyle=":", label="equal")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        plain_ticks(axis, [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2, 5)])
     axes.set_xlabel("modelled seconds")
     axes.set_ylabel("measured seconds")
     axes.set_title("Each step: measured against modelled")
@@ -76,7 +78,7 @@ def _plot_losses(axes: Any, result: DemoResult) -> None:
         axes.plot(np.cumsum(run.seconds), run.losses, color=shade, label=run.name, linewidth=2.2 if ours else 1.4)
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("loss")
-    axes.set_title("Same losses a step, sooner")
+    axes.set_title("Loss over time")
     axes.legend(frameon=False, fontsize="small")
 
 

@@ -22,17 +22,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from gpusampler.cost import CostModel
+from gpusampler.demo_model import IGNORED, CountingData, TinyTransformer, pad
 from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.strategies import make_strategy
 from gpusampler.traces import load_trace
 from gpusampler.weights import microbatch_weight
 
-VOCABULARY = 256
-_IGNORED = -100
 _BLOCK_STEPS = 4
 _FEWEST_STEPS, _MOST_STEPS = 8, 400
 _POOL_STEPS = 64
@@ -59,88 +58,12 @@ class DemoSettings:
     device: str
 
 
-class TinyTransformer(nn.Module):
-    """A decoder: embeddings, pre-norm blocks with causal attention, one score a vocabulary entry.
-
-    Args:
-        settings: sizes.
-    """
-
-    def __init__(self, settings: DemoSettings) -> None:
-        """Initialise as torch does."""
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, settings.hidden_size)
-        self.places = nn.Embedding(settings.longest, settings.hidden_size)
-        self.blocks = nn.Sequential(
-            *(_Block(settings.hidden_size, settings.num_heads) for _ in range(settings.num_layers))
-        )
-        self.norm = nn.LayerNorm(settings.hidden_size)
-        self.head = nn.Linear(settings.hidden_size, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token, [n, length, VOCABULARY], from tokens int64 [n, length]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.blocks(self.tokens(tokens) + self.places(places))
-        scores: torch.Tensor = self.head(self.norm(hidden))
-        return scores
-
-
-class _Block(nn.Module):
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.attention_norm = nn.LayerNorm(hidden_size)
-        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
-        self.attention_out = nn.Linear(hidden_size, hidden_size)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(hidden_size),
-            nn.Linear(hidden_size, 4 * hidden_size),
-            nn.GELU(),
-            nn.Linear(4 * hidden_size, hidden_size),
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        split = self.query_key_value(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(hidden)
-
-
-class CountingData(Dataset[torch.Tensor]):
-    """Sequences that count up by a step of their own, modulo the vocabulary, with some tokens replaced by noise."""
-
-    def __init__(self, lengths: np.ndarray[Any, Any], seed: int) -> None:
-        """Keep the lengths; a sequence is made when it is asked for, the same each time."""
-        self.lengths = lengths
-        self.seed = seed
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one sequence, int64 [length]."""
-        random = np.random.default_rng((self.seed, index))
-        first, step = random.integers(VOCABULARY), random.integers(1, 8)
-        tokens = (first + step * np.arange(self.lengths[index])) % VOCABULARY
-        noisy = random.random(len(tokens)) < 0.1
-        tokens[noisy] = random.integers(VOCABULARY, size=noisy.sum())
-        return torch.from_numpy(tokens)
-
-
-def pad(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets int64 [n, longest]; what is padding, and the last token, has no target."""
-    tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    targets = nn.utils.rnn.pad_sequence([each[1:] for each in sequences], batch_first=True, padding_value=_IGNORED)
-    return tokens, functional.pad(targets, (0, 1), value=_IGNORED)
-
-
 def demo_lengths(settings: DemoSettings, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Lengths of `num_steps` steps' samples: drawn from the trace, scaled to the mean length, clipped."""
     trace = load_trace(settings.trace)
     drawn = np.random.default_rng(settings.seed).choice(trace, num_steps * settings.batch_size)
-    return np.clip(np.rint(drawn * (settings.mean_length / trace.mean())), 2, settings.longest).astype(np.int64)
+    lengths: np.ndarray[Any, np.dtype[np.float64]] = np.rint(drawn * (settings.mean_length / trace.mean()))
+    return lengths.clip(2, settings.longest).astype(np.int64)
 
 
 def demo_sampler(
@@ -201,7 +124,7 @@ def train_step(
 ) -> torch.Tensor:
     """Gradients of the mean loss over all targets of a step; returns `dp_size` times that mean, summed over ranks."""
     device = torch.device(settings.device)
-    counts = [int((targets != _IGNORED).sum()) for _, targets in micro_batches]
+    counts = [int((targets != IGNORED).sum()) for _, targets in micro_batches]
     total = torch.tensor(sum(counts), device=device)
     dist.all_reduce(total)
     summed = torch.zeros((), device=device)
@@ -209,10 +132,10 @@ def train_step(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             scores = model(tokens.to(device))
         loss = functional.cross_entropy(
-            scores.float().flatten(0, 1), targets.to(device).flatten(), ignore_index=_IGNORED
+            scores.float().flatten(0, 1), targets.to(device).flatten(), ignore_index=IGNORED
         )
         loss = loss * microbatch_weight(count, int(total), dp_size=settings.dp_size)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         summed += loss.detach()
     dist.all_reduce(summed)
     return summed
@@ -220,7 +143,8 @@ def train_step(
 
 def _build_model(settings: DemoSettings) -> DistributedDataParallel:
     torch.manual_seed(settings.seed)
-    return DistributedDataParallel(TinyTransformer(settings).to(settings.device))
+    model = TinyTransformer(settings.hidden_size, settings.num_layers, settings.num_heads, settings.longest)
+    return DistributedDataParallel(model.to(settings.device))
 
 
 def calibrate(settings: DemoSettings) -> tuple[CostModel, float]:

@@ -114,7 +114,7 @@ def _plot_spread(axes: Any, report: Report) -> None:
     highest = max(float(each.over_bound.max()) for each in report.strategies)
     axes.set_yscale("log")
     axes.set_ylim(0.97, 1.1 * highest)
-    _plain_ticks(axes.yaxis, [1, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2] if highest < 2 else [1, 1.5, 2, 3, 5, 10, 20, 50])
+    plain_ticks(axes.yaxis, [1, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2] if highest < 2 else [1, 1.5, 2, 3, 5, 10, 20, 50])
     axes.set_xlabel("share of steps")
     axes.set_ylabel("step cost over its lower bound")
     axes.set_title("How even the steps are")
@@ -161,7 +161,8 @@ def _plot_peaks(axes: Any, report: Report) -> None:
     axes.set_title("Peak, which memory has to hold")
 
 
-def _plain_ticks(axis: Any, ticks: Sequence[float]) -> None:
+def plain_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    """Label an axis at these values, without powers of ten."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis.set_major_locator(FixedLocator(list(ticks)))

@@ -183,7 +183,7 @@ def report_sampler(
     """
     steps = _choose(sampler, check_int("max_steps", max_steps, minimum=1))
     left_out = unavailable(peers)
-    todo = [(Ours(sampler), steps)]
+    todo: list[tuple[Strategy, Indices]] = [(Ours(sampler), steps)]
     for peer in [make_strategy(name, sampler) for name in peers if name not in left_out]:
         seconds = peer.seconds_a_step()
         if seconds > _PEER_SECONDS:

@@ -48,7 +48,7 @@ def _strategies(report: Report) -> str:
 
 
 def _over_cap(each: StrategyReport, report: Report) -> float:
-    groups = report.settings["dp_size"] * report.settings["grad_accum"]
+    groups: int = report.settings["dp_size"] * report.settings["grad_accum"]
     return float(each.figures.over_cap.sum()) / (groups * len(each.steps))
 
 
