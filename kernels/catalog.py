@@ -7,10 +7,10 @@ told by their names, which mean the same in all kernels.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpusampler.kernels import costs, launch, search, shuffle, sort, spec
+from gpusampler.kernels import costs, launch, search, shuffle, sort, spec, waste
 
 _FLOATS = {"inverse_ptr", "custom_ptr", "costs_ptr", "bounds_ptr"}
-_INTS = {"order_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr"}
+_INTS = {"order_ptr", "sorted_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr"}
 
 
 class Variant(NamedTuple):
@@ -65,3 +65,5 @@ def variants(chip: int) -> Iterator[Variant]:
             shape = launch.COSTS
             yield _variant(costs._costs_kernel, shape.num_warps, lengths, CUSTOM=custom, BLOCK=shape.block)
     yield _variant(search._min_max_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
+    yield _variant(waste._limit_kernel, launch.COSTS.num_warps, BLOCK=launch.COSTS.block)
+    yield _variant(waste._waste_kernel, launch.WASTES.num_warps, DEPTH=launch.WASTES.block.bit_length() - 1)

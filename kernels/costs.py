@@ -63,6 +63,7 @@ def _costs_kernel(
     custom_ptr,
     order_ptr,
     alphas_ptr,
+    sorted_ptr,
     f_ptr,
     inverse_ptr,
     tail_ptr,
@@ -102,6 +103,7 @@ def _costs_kernel(
         else:
             f = (length << shift) + alpha * length * length
         f = tl.where(inside, f, 0)
+        tl.store(sorted_ptr + row + at, length.to(tl.int32), mask=inside)
         tl.store(f_ptr + row + at, f, mask=inside)
         tl.store(inverse_ptr + row + at, 1.0 / tl.where(inside, f, 1).to(tl.float64), mask=inside)
         block_sum = tl.sum(f, 0)
@@ -116,14 +118,16 @@ class Costs:
     """What the search reads of the rows, on the device.
 
     Attributes:
-        f: int64 [W, B], costs of the sorted samples.
-        inverse: float64 [W, B], their reciprocals.
+        lengths: int32 [W, B], of the sorted samples.
+        f: int64 [W, B], their costs.
+        inverse: float64 [W, B], reciprocals of the costs.
         tail: int64 [W, B + 1], the sum of the costs from each sample on.
         most: int32 [W, B], samples from each one on that a group may hold under the cap.
         shift: int32 [W], the unit is 2**-shift.
     """
 
     def __init__(self, num_rows: int, size: int, device: torch.device) -> None:
+        self.lengths = torch.empty((num_rows, size), dtype=torch.int32, device=device)
         self.f = torch.empty((num_rows, size), dtype=torch.int64, device=device)
         self.inverse = torch.empty((num_rows, size), dtype=torch.float64, device=device)
         self.tail = torch.empty((num_rows, size + 1), dtype=torch.int64, device=device)
@@ -149,6 +153,7 @@ def scale_rows(
         alphas if custom is None else custom,
         by_length,
         alphas,
+        costs.lengths,
         costs.f,
         costs.inverse,
         costs.tail,

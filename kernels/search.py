@@ -84,12 +84,14 @@ def _least_groups(row, most_ptr, size):
 
 @kernel
 def _min_max_kernel(
+    sorted_ptr,
     f_ptr,
     inverse_ptr,
     tail_ptr,
     most_ptr,
     counts_ptr,
     status_ptr,
+    peak_ptr,
     size: tl.int32,
     groups: tl.int32,
     counts_stride: tl.int32,
@@ -112,19 +114,22 @@ def _min_max_kernel(
         turn += 1
     if possible:
         i = tl.zeros([], tl.int32)
+        peak = tl.zeros([], tl.int64)
         for k in range(groups):
             cost = tl.load(f_ptr + row + i)
             count, _ = quotient(high, high.to(tl.float64), cost, tl.load(inverse_ptr + row + i))
             limit = tl.minimum(tl.load(most_ptr + row + i), size - i - (groups - 1 - k))
             held = tl.minimum(count, limit.to(tl.int64)).to(tl.int32)
             tl.store(counts_ptr + program * counts_stride + k, held)
+            peak = tl.maximum(peak, held.to(tl.int64) * tl.load(sorted_ptr + row + i))
             i += held
+        tl.store(peak_ptr + program, peak)
         tl.store(status_ptr + program, tl.zeros([], tl.int64))
     else:
         tl.store(status_ptr + program, _least_groups(row, most_ptr, size))
 
 
-def min_max(costs: Costs, groups: int, counts: torch.Tensor, status: torch.Tensor) -> None:
+def min_max(costs: Costs, groups: int, counts: torch.Tensor, status: torch.Tensor, peak: torch.Tensor) -> None:
     """Write the sizes of the groups of the min-max partition of each row, or the number of groups that it needs.
 
     Args:
@@ -132,15 +137,18 @@ def min_max(costs: Costs, groups: int, counts: torch.Tensor, status: torch.Tenso
         groups: K, at most B.
         counts: int32 [W, P, K], out: written at [:, 0]; left alone in rows that do not fit.
         status: int64 [W], out: 0, or the least number of groups under the cap.
+        peak: int64 [W], out: largest size times length of a group; left alone in rows that do not fit.
     """
     num_rows, size = costs.f.shape
     _min_max_kernel[(num_rows,)](
+        costs.lengths,
         costs.f,
         costs.inverse,
         costs.tail,
         costs.most,
         counts,
         status,
+        peak,
         size,
         groups,
         counts.stride(0),
