@@ -67,6 +67,13 @@ class Consumer:
         holder = None if self._holder is None else self._holder()
         return count - 1 if count and holder is not None and not holder.end_of_dataloader else count
 
+    @property
+    def ahead(self) -> int:
+        """Micro-batches that the loader takes before the loop needs them; 0 without a loader that is known."""
+        fields = self._fields or {}
+        workers = int(fields.get("_num_workers") or 0) * int(fields.get("_prefetch_factor") or 0)
+        return workers + (self._holder is not None)
+
     def _loader_died(self, _: object) -> None:
         self._final = self.yielded
         self._fields = None
@@ -92,6 +99,11 @@ class Handout:
         """Micro-batches of the epoch that the training loop has taken."""
         yielded = None if self._consumer is None else self._consumer.yielded
         return self.handed if yielded is None else min(self.handed, self.base + yielded)
+
+    @property
+    def ahead(self) -> int:
+        """Micro-batches that are handed out before the training loop needs them, as far as that is known."""
+        return 0 if self._consumer is None else self._consumer.ahead
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain count: a copy has no loader."""

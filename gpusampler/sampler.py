@@ -1,47 +1,44 @@
 """The batch sampler: epochs, iteration, length and state. Planning is elsewhere.
 
-`Composition` says which samples share a step, `Partition` splits a step over ranks and slots, `PlanAhead` does both
-ahead of time; this class strings them together and remembers where the training loop is.
+`Composition` says which samples share a step, `Partition` splits a step over ranks and slots, `MicroBatches` has both
+done ahead of time; this class strings them together and remembers where the training loop is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from gpusampler import state as states
+from gpusampler.agree import Agreement
 from gpusampler.compose import Composition, Indices
 from gpusampler.cost import CostModel
 from gpusampler.errors import (
     NotAvailableError,
     ParameterError,
-    ParameterTypeError,
     check_bool,
     check_choice,
     check_int,
     quote,
 )
 from gpusampler.feasible import check_cap, check_oversize
+from gpusampler.group import PlanGroup
 from gpusampler.handout import Consumer, Handout
+from gpusampler.iterate import MicroBatches
 from gpusampler.kernels.checks import gather
 from gpusampler.lengths import as_lengths
-from gpusampler.pipeline import PlanAhead
+from gpusampler.pipeline import Chunk
 from gpusampler.plan import BatchPlan, Partition
+from gpusampler.stats import PlanStats
 
 DEFAULT_SEED = 42
 _SAMPLES_A_CHUNK = 1 << 14
-
-
-class _Chunk(NamedTuple):
-    """Planned steps: `samples[w]` in plan order, cut by `offsets[w]` into groups."""
-
-    samples: Indices
-    offsets: np.ndarray[Any, np.dtype[np.int32]]
 
 
 class GPUBatchRebalanceSampler(Sampler[list[int]]):
@@ -58,11 +55,12 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         lengths: length of each sample, integers >= 1: list, range, numpy array (a memory-mapped one stays mapped),
             tensor on any device, pyarrow array, pandas Series or datasets column. Must not change afterwards.
         effective_batch_size: samples in one optimizer step over all ranks, B; at least `dp_size * grad_accum`.
-        dp_size: data-parallel ranks, D; default: the world size when torch.distributed is initialized, else 1.
+        dp_size: data-parallel ranks, D; default: the size of `process_group`, else 1. With tensor-, context- or
+            pipeline-parallel peers give both `dp_size` and `rank`, see `dp_coordinates`.
         grad_accum: micro-batches a rank accumulates in one step, G.
         shuffle: shuffle samples, anew each epoch (see `set_epoch`); else the order of the dataset.
         seed: of the shuffle, any int; None is 42, as ranks could not agree on another without communication.
-        rank: this rank, 0 to D - 1; default: the rank in torch.distributed if the world has D processes, else 0.
+        rank: this rank, 0 to D - 1; default: the rank in `process_group` if it has D processes, else 0.
         drop_last: drop the last fewer than B samples of an epoch, others each epoch; else they form a smaller step,
             filled up with repeats only if there are fewer than D * G (see `repeated`).
         cost: cost of a sample at a padded length, see `CostModel`.
@@ -74,8 +72,11 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             if only once a step (DDP with `no_sync`).
         lookahead: 1; larger windows are not available yet.
         pad_multiple: 1; larger multiples are not available yet.
-        process_group: "auto" or None: every rank plans for itself, with the same result. Broadcasting plans within a
-            given group is not available yet.
+        process_group: the processes that must agree, data-parallel and model-parallel peers: the first of them plans
+            and broadcasts. "auto": the world, when torch.distributed runs with more than one process; None: every rank
+            plans for itself, without communication, with the same result; or a `ProcessGroup`, or a `PlanGroup` with
+            options. Iterating is then a collective operation: every process of the group does it, to the same
+            micro-batch.
         device: None or "cpu": where to plan; "cuda" is not available yet.
         plan_ahead: steps planned at once; default 16384 samples' worth, at least 1.
 
@@ -113,8 +114,9 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         plan_ahead: int | None = None,
     ) -> None:
         """Check every parameter and length."""
-        _check_available(lookahead, pad_multiple, process_group, device)
-        world, world_rank = _world(process_group)
+        _check_available(lookahead, pad_multiple, device)
+        self.process_group = process_group if isinstance(process_group, PlanGroup) else PlanGroup(process_group)
+        world, world_rank = self.process_group.place()
         dp_size = world if dp_size is None else dp_size
         cost = CostModel() if cost is None else cost
         self.partition = Partition(dp_size, grad_accum, cost, max_tokens, layout, sync)
@@ -126,6 +128,8 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
                 f"{self.partition.groups}, got {self.effective_batch_size}"
             )
         self.rank = _check_rank(rank, self.dp_size, world, world_rank)
+        self._agreement: Agreement | None = None
+        self._stats = PlanStats()
         self.shuffle = check_bool("shuffle", shuffle)
         self.seed = DEFAULT_SEED if seed is None else check_int("seed", seed)
         self.drop_last = check_bool("drop_last", drop_last)
@@ -156,7 +160,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         _check_cost_fn(cost, self.lengths.minimum, self.lengths.maximum)
         check_oversize(self.lengths, self.partition, oversize)
         self._checked_epoch: int | None = None
-        self._check_cap()
+        self._check_cap(self.epoch)
 
     def __len__(self) -> int:
         """Micro-batches this rank runs an epoch: `steps * grad_accum`, the same on every rank, in every epoch."""
@@ -171,14 +175,14 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         Raises:
             ParameterError: accelerate's `prepare` has wrapped the sampler so that most of the plan would be lost.
         """
-        self._check_cap()
+        if self.process_group.resolve() is None:
+            self._check_cap(self.epoch)
         consumer = Consumer(self)
-        start, self._start = self._start, 0
         if consumer.skips is None:
-            self._handout = Handout(start, consumer)
-            return _MicroBatches(self, self._handout)
+            self._handout = Handout(self._start, consumer)
+            return MicroBatches(self, self._handout)
         self._handout = Handout(min(consumer.skips, len(self)), consumer)
-        return chain(repeat([], self._handout.handed), _MicroBatches(self, self._handout))
+        return chain(repeat([], self._handout.handed), MicroBatches(self, self._handout))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next iteration; also forgets a loaded position in another epoch.
@@ -269,80 +273,56 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
 
         return report_sampler(self, max_steps=max_steps)
 
-    def _check_cap(self) -> None:
-        if self._checked_epoch != self.epoch:
-            check_cap(self.lengths, self.composition, self.partition, self.epoch)
-            self._checked_epoch = self.epoch
+    def stats(self) -> PlanStats:
+        """Waits of the training thread, planning time and broadcasts so far, over all iterations; a copy."""
+        return replace(self._stats)
+
+    def close(self) -> None:
+        """End the process groups that iterating made; they end with the sampler too. Iterating makes them anew."""
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the process groups: a copy makes its own."""
+        return {**self.__dict__, "_agreement": None}
+
+    def _check_cap(self, epoch: int) -> None:
+        if self._checked_epoch != epoch:
+            check_cap(self.lengths, self.composition, self.partition, epoch)
+            self._checked_epoch = epoch
+
+    def _cap_error(self, epoch: int) -> ParameterError | None:
+        """What is wrong with an epoch's cap on this rank, for all ranks to hear of it."""
+        try:
+            self._check_cap(epoch)
+        except ParameterError as error:
+            return error
+        return None
+
+    def _begin(self, handout: Handout) -> None:
+        """A first micro-batch is asked for: the loaded position is used up. A loader may have called `iter` twice."""
+        if self._handout is handout:
+            self._start = 0
+
+    def _agree(self) -> Agreement | None:
+        """The process groups of this sampler; None if it has nobody to agree with."""
+        group = self.process_group.resolve()
+        if group is None:
+            return None
+        if self._agreement is None or not self._agreement.alive:
+            self._agreement = Agreement(group, self.process_group)
+        return self._agreement
 
     def _indices(self, step: int, epoch: int | None) -> Indices:
         step = check_int("step", step, minimum=0, maximum=self.composition.steps - 1)
         epoch = self.epoch if epoch is None else check_int("epoch", epoch, minimum=0)
         return self.composition.indices(epoch, step)
 
-    def _plan_chunk(self, epoch: int, step: int, count: int) -> _Chunk:
+    def _plan_chunk(self, epoch: int, step: int, count: int) -> Chunk:
         samples = self.composition.indices(epoch, step, count)
         plan = self.partition.plan(gather(self.lengths.values, samples))
-        return _Chunk(np.take_along_axis(samples, plan.order.numpy(), axis=1), plan.offsets.numpy())
-
-
-class _MicroBatches(Iterator[list[int]]):
-    """One pass over an epoch for one rank."""
-
-    def __init__(self, sampler: GPUBatchRebalanceSampler, handout: Handout) -> None:
-        """Start at what is consumed; plans nothing yet."""
-        self._sampler = sampler
-        self._handout = handout
-        self._rank = sampler.rank
-        self._dp_size = sampler.dp_size
-        self._grad_accum = sampler.grad_accum
-        self._epoch = sampler.epoch
-        self._go_to(handout.handed)
-
-    def _go_to(self, position: int) -> None:
-        sampler, epoch = self._sampler, self._epoch
-        step, self._slot = divmod(position, sampler.grad_accum)
-        self._chunks = PlanAhead(
-            _chunk_starts(step, sampler.composition, sampler.plan_ahead),
-            lambda start, count: sampler._plan_chunk(epoch, start, count),
-        )
-        self._chunk: _Chunk | None = None
-        self._row = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position of what was handed out; torchdata's StatefulDataLoader keeps it for each batch under way."""
-        handed = self._handout.handed
-        return {**self._sampler.state_dict(handed), "epoch": self._epoch, "handed": handed - self._handout.base}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue behind what was handed out; the loader goes on counting from where it was."""
-        sampler = self._sampler
-        self._epoch, position = states.load(state, sampler.composition, sampler.partition, sampler.lengths)
-        self._handout.handed, self._handout.base = position, position - check_int("state['handed']", state["handed"])
-        self._chunks.close()
-        self._go_to(position)
-        if position == len(sampler):  # a loader that has finished asks for the next epoch, which may be chosen already
-            sampler.set_epoch(max(sampler.epoch, sampler._epoch_before_load))
-
-    def __next__(self) -> list[int]:
-        """Return the next micro-batch as builtin ints."""
-        if self._chunk is None:
-            self._chunk = next(self._chunks)
-        offsets = self._chunk.offsets[self._row]
-        group = self._slot * self._dp_size + self._rank
-        micro_batch: list[int] = self._chunk.samples[self._row, offsets[group] : offsets[group + 1]].tolist()
-        self._slot += 1
-        if self._slot == self._grad_accum:
-            self._slot = 0
-            self._row += 1
-            if self._row == len(self._chunk.samples):
-                self._row = 0
-                self._chunk = None
-        self._handout.handed += 1
-        return micro_batch
-
-    def __del__(self) -> None:
-        """Let the planning thread end with the iteration."""
-        self._chunks.close()
+        return Chunk(step, np.take_along_axis(samples, plan.order.numpy(), axis=1), plan.offsets.numpy()[:, 1:])
 
 
 class _EpochHook:
@@ -358,25 +338,11 @@ class _EpochHook:
         self._batch_sampler.set_epoch(epoch)
 
 
-def _chunk_starts(step: int, composition: Composition, plan_ahead: int) -> Iterator[tuple[int, int]]:
-    """First step and number of steps of each chunk; a tail step, of another size, is a chunk of its own."""
-    for start in range(step, composition.full_steps, plan_ahead):
-        yield start, min(plan_ahead, composition.full_steps - start)
-    if composition.tail and step <= composition.full_steps:
-        yield composition.full_steps, 1
-
-
-def _check_available(lookahead: Any, pad_multiple: Any, process_group: Any, device: Any) -> None:
+def _check_available(lookahead: Any, pad_multiple: Any, device: Any) -> None:
     if check_int("lookahead", lookahead, minimum=1) != 1:
         raise NotAvailableError(f"lookahead={lookahead} is not available yet, use lookahead=1")
     if check_int("pad_multiple", pad_multiple, minimum=1) != 1:
         raise NotAvailableError(f"pad_multiple={pad_multiple} is not available yet, use pad_multiple=1")
-    if process_group is not None and process_group != "auto":
-        if isinstance(process_group, torch.distributed.ProcessGroup):
-            raise NotAvailableError("a process_group is not available yet, use process_group='auto' or None")
-        raise ParameterTypeError(
-            f"process_group must be 'auto', None or a torch.distributed.ProcessGroup, got {quote(process_group)}"
-        )
     if device is not None:
         try:
             where = torch.device(device)
@@ -386,21 +352,18 @@ def _check_available(lookahead: Any, pad_multiple: Any, process_group: Any, devi
             raise NotAvailableError(f"device={str(where)!r} is not available yet, use device='cpu'")
 
 
-def _world(process_group: Any) -> tuple[int, int]:
-    """World size and rank of torch.distributed, or (1, 0)."""
-    distributed = torch.distributed
-    if process_group == "auto" and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size(), distributed.get_rank()
-    return 1, 0
-
-
 def _check_rank(rank: Any, dp_size: int, world: int, world_rank: int) -> int:
+    if world % dp_size and world > 1:
+        raise ParameterError(f"dp_size={dp_size} does not divide the {world} processes of process_group")
     if rank is not None:
         return check_int("rank", rank, minimum=0, maximum=dp_size - 1)
     if world == dp_size:
         return world_rank
     if world > 1:
-        raise ParameterError(f"rank must be given: dp_size is {dp_size}, but torch.distributed has {world} processes")
+        raise ParameterError(
+            f"rank must be given: dp_size is {dp_size}, but process_group has {world} processes; dp_coordinates(mesh, "
+            "dims) tells both"
+        )
     return 0
 
 

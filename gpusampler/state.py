@@ -28,7 +28,7 @@ def save(epoch: int, consumed: int, composition: Composition, partition: Partiti
         "format": FORMAT,
         "epoch": epoch,
         "consumed": consumed,
-        **_fingerprint(composition, partition, lengths),
+        **fingerprint(composition, partition, lengths),
     }
 
 
@@ -40,7 +40,7 @@ def load(state: Mapping[str, Any], composition: Composition, partition: Partitio
     """
     if not isinstance(state, Mapping):
         raise ParameterTypeError(f"state must be the mapping that state_dict returned, got {quote(state)}")
-    now = _fingerprint(composition, partition, lengths)
+    now = fingerprint(composition, partition, lengths)
     for name in ("format", "epoch", "consumed", *now):
         if name not in state:
             raise ParameterError(f"state has no field {name!r}: it was not made by GPUBatchRebalanceSampler.state_dict")
@@ -68,7 +68,8 @@ def load(state: Mapping[str, Any], composition: Composition, partition: Partitio
     return epoch, step * partition.grad_accum + slot
 
 
-def _fingerprint(composition: Composition, partition: Partition, lengths: Lengths) -> dict[str, Any]:
+def fingerprint(composition: Composition, partition: Partition, lengths: Lengths) -> dict[str, Any]:
+    """Everything that defines the plans of an epoch, by the name of the parameter; plain values."""
     return {
         "num_samples": composition.num_samples,
         "lengths_digest": lengths.digest,

@@ -1,0 +1,131 @@
+"""Who must agree on plans, and which part of the data a process trains.
+
+These are two things: `process_group` holds every process whose batches must fit together, tensor-, context- and
+pipeline-parallel peers too, while `dp_size` and `rank` say which part a process trains. Peers have the same `rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from gpusampler.errors import ParameterError, ParameterTypeError, check_float, check_int, quote
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """The processes that must agree, with options; what `process_group` takes.
+
+    Attributes:
+        group: a `ProcessGroup`; "auto": the world when torch.distributed runs with more than one process; None: every
+            process plans for itself, without communication, with the same result.
+        timeout: seconds without an answer from another rank that are an error; default: the group's own timeout.
+        max_ctas: most thread blocks, hence SMs, that a waiting NCCL broadcast may hold; default: NCCL's choice.
+        loader_ahead: micro-batches that this process's loader takes before training needs them; default: found for
+            torch DataLoaders, 0 for others. It matters only where it differs between ranks.
+
+    Example:
+        >>> PlanGroup(timeout=60.0).group
+        'auto'
+    """
+
+    group: Any = "auto"
+    timeout: float | None = None
+    max_ctas: int | None = None
+    loader_ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        group = self.group
+        if not (group is None or group == "auto" or (dist.is_available() and isinstance(group, dist.ProcessGroup))):
+            raise ParameterTypeError(
+                "process_group must be 'auto', None, a torch.distributed.ProcessGroup or a PlanGroup, "
+                f"got {quote(group)}"
+            )
+        if self.timeout is not None and check_float("timeout", self.timeout) <= 0:
+            raise ParameterError(f"timeout must be above 0 seconds, got {self.timeout}")
+        if self.max_ctas is not None:
+            check_int("max_ctas", self.max_ctas, minimum=1)
+        if self.loader_ahead is not None:
+            check_int("loader_ahead", self.loader_ahead, minimum=0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanGroup:
+        """Return itself: a process group cannot be copied, and need not be."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by value, which a ProcessGroup has not."""
+        if not (self.group is None or self.group == "auto"):
+            raise TypeError(
+                "a sampler with a ProcessGroup as process_group cannot be pickled, one with 'auto' or None can"
+            )
+        return PlanGroup, (self.group, self.timeout, self.max_ctas, self.loader_ahead)
+
+    def place(self) -> tuple[int, int]:
+        """Size of the group and this process's rank in it; (1, 0) alone."""
+        group = self.resolve()
+        return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+    def resolve(self) -> dist.ProcessGroup | None:
+        """The group as it is now; None if there is nobody to agree with.
+
+        Raises:
+            ParameterError: this process is not a member.
+        """
+        if self.group is None or not dist.is_available() or not dist.is_initialized():
+            return None
+        group = dist.group.WORLD if self.group == "auto" else self.group
+        if dist.get_rank(group) < 0:
+            raise ParameterError(f"process_group must contain this process, of rank {dist.get_rank()} in the world")
+        return group if dist.get_world_size(group) > 1 else None
+
+
+class Coordinates(NamedTuple):
+    """Which part of the data a process trains: part `rank` of `dp_size`."""
+
+    dp_size: int
+    rank: int
+
+
+def dp_coordinates(mesh: Any, dims: str | Sequence[str]) -> Coordinates:
+    """Data-parallel coordinates of this process in a device mesh.
+
+    Args:
+        mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions.
+        dims: names of the dimensions that split the data, major first, such as ("dp_replicate", "dp_shard"). Processes
+            that differ only in other dimensions train on the same rows.
+
+    Returns:
+        Coordinates, to be passed as `dp_size` and `rank`.
+
+    Raises:
+        ParameterError: a dimension that the mesh does not have, or no dimension.
+    """
+    names = (dims,) if isinstance(dims, str) else tuple(dims)
+    known = tuple(mesh.mesh_dim_names or ())
+    if not names or len(set(names)) != len(names):
+        raise ParameterError(f"dims must be names of mesh dimensions, each once, got {quote(dims)}")
+    size, rank = 1, 0
+    for name in names:
+        if name not in known:
+            raise ParameterError(f"dims has {quote(name)}, the mesh has {', '.join(map(repr, known)) or 'no names'}")
+        extent = int(mesh.size(known.index(name)))
+        size, rank = size * extent, rank * extent + int(mesh.get_local_rank(name))
+    return Coordinates(size, rank)
+
+
+def transport(config: str) -> tuple[str, str]:
+    """Device type and backend that carry plans, given a group's backends: an accelerator's own, else gloo on the CPU.
+
+    Example:
+        >>> transport("cpu:gloo,cuda:nccl"), transport("cpu:gloo,cuda:gloo"), transport("cuda:nccl")
+        (('cuda', 'nccl'), ('cpu', 'gloo'), ('cuda', 'nccl'))
+    """
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    for device, backend in backends.items():
+        if device != "cpu" and backend != "gloo":
+            return device, backend
+    return "cpu", backends["cpu"]

@@ -1,0 +1,214 @@
+"""One pass over an epoch for one rank: micro-batches cut from chunks of planned steps.
+
+Where the chunks come from is decided at the first micro-batch: planned here, or by the root of a process group. A rank
+whose loader runs less far ahead of training than others' takes its chunks that much earlier than it needs them, so that
+all ranks wait for a chunk, and post collectives, at the same micro-batch of training: none can be held up in a gradient
+collective by a rank that waits for a plan.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpusampler import broadcast
+from gpusampler import state as states
+from gpusampler.compose import Composition
+from gpusampler.errors import check_int
+from gpusampler.handout import Handout
+from gpusampler.pipeline import Chunk, PlanAhead, Source
+from gpusampler.shared import SharedPlans
+
+if TYPE_CHECKING:
+    from gpusampler.agree import Agreement
+    from gpusampler.sampler import GPUBatchRebalanceSampler
+
+_DEPTH = 2
+_SIGN_OF_LIFE = 30.0
+_INT32_MAX = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Chunks that the steps of an epoch from one on are cut into: equal ones, and the tail step, of another size.
+
+    Attributes:
+        step: the first.
+        rows: steps in a chunk; the last chunk may have fewer.
+        composition: of the epoch.
+
+    Example:
+        >>> composition = Composition(num_samples=23, batch_size=2, groups=1, shuffle=False, seed=0, drop_last=False)
+        >>> list(Spans.cut(2, composition, plan_ahead=4)), len(Spans.cut(2, composition, plan_ahead=4))
+        ([(2, 3), (5, 3), (8, 3), (11, 1)], 4)
+    """
+
+    step: int
+    rows: int
+    composition: Composition
+
+    @classmethod
+    def cut(cls, step: int, composition: Composition, plan_ahead: int) -> Spans:
+        """Fewest chunks of up to `plan_ahead` steps."""
+        left = max(0, composition.full_steps - step)
+        return cls(step, -(-left // max(1, -(-left // plan_ahead))), composition)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """First step and number of steps of each chunk."""
+        full = self.composition.full_steps
+        if self.rows:
+            for start in range(self.step, full, self.rows):
+                yield start, min(self.rows, full - start)
+        if self._tail:
+            yield full, 1
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        left = self.composition.full_steps - self.step
+        return (-(-left // self.rows) if self.rows else 0) + self._tail
+
+    @property
+    def _tail(self) -> bool:
+        return bool(self.composition.tail) and self.step <= self.composition.full_steps
+
+    def message_size(self, dtype: torch.dtype) -> int:
+        """Integers that hold any of the chunks."""
+        groups = self.composition.groups
+        full = broadcast.message_size(self.rows, self.composition.batch_size, groups, dtype)
+        tail = broadcast.message_size(1, self.composition.size(self.composition.full_steps), groups, dtype)
+        return max(full, tail if self._tail else 0)
+
+
+class MicroBatches(Iterator[list[int]]):
+    """Iterator over the micro-batches of one rank, from a position in an epoch on."""
+
+    def __init__(self, sampler: GPUBatchRebalanceSampler, handout: Handout) -> None:
+        """Start at what is consumed; plans nothing yet."""
+        self._sampler, self._handout = sampler, handout
+        self._epoch = sampler.epoch
+        self._source: Source | None = None
+        self._go_to(handout.handed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position of what was handed out; torchdata's StatefulDataLoader keeps it for each batch under way."""
+        handed = self._handout.handed
+        return {**self._sampler.state_dict(handed), "epoch": self._epoch, "handed": handed - self._handout.base}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue behind what was handed out; the loader goes on counting from where it was."""
+        sampler = self._sampler
+        self._epoch, position = states.load(state, sampler.composition, sampler.partition, sampler.lengths)
+        self._handout.handed, self._handout.base = position, position - check_int("state['handed']", state["handed"])
+        self._go_to(position)
+        if position == len(sampler):  # a loader that has finished asks for the next epoch, which may be chosen already
+            sampler.set_epoch(max(sampler.epoch, sampler._epoch_before_load))
+
+    def __next__(self) -> list[int]:
+        """Return the next micro-batch as builtin ints."""
+        if self._source is None:
+            self._open()
+        handed, sampler = self._handout.handed, self._sampler
+        self._reach(min(handed + self._lead, self._total - 1))
+        if handed >= self._total:
+            self._finish()
+            raise StopIteration
+        chunk = self._ready[0]
+        ends = chunk.ends[self._row]
+        group = self._slot * sampler.dp_size + sampler.rank
+        begin = ends[group - 1] if group else 0
+        micro_batch: list[int] = chunk.samples[self._row, begin : ends[group]].tolist()
+        self._advance(len(chunk.samples))
+        return micro_batch
+
+    def __del__(self) -> None:
+        """Let the planning thread end with the iteration."""
+        if self._source is not None:
+            self._source.close()
+
+    def _go_to(self, position: int) -> None:
+        if self._source is not None:
+            self._source.close()
+        self._source, self._lead = None, 0
+        self._total = len(self._sampler)
+        self._ready: deque[Chunk] = deque()
+        step, self._slot = divmod(position, self._sampler.grad_accum)
+        self._row = 0
+        self._covered = step * self._sampler.grad_accum
+        self._fill_at = sys.maxsize
+
+    def _open(self) -> None:
+        sampler, epoch, position = self._sampler, self._epoch, self._handout.handed
+        step = position // sampler.grad_accum
+        spans = Spans.cut(step, sampler.composition, sampler.plan_ahead)
+        planner = PlanAhead(
+            iter(spans), lambda start, count: sampler._plan_chunk(epoch, start, count), sampler._stats, _DEPTH
+        )
+        sampler._begin(self._handout)
+        sampler._stats.iterations += 1
+        agreement = sampler._agree()
+        if agreement is None:
+            self._source = planner
+        else:
+            self._source, self._lead = self._share(agreement, planner, spans, position)
+
+    def _share(self, agreement: Agreement, planner: PlanAhead, spans: Spans, position: int) -> tuple[Source, int]:
+        sampler = self._sampler
+        ahead = sampler.process_group.loader_ahead
+        fields = states.fingerprint(sampler.composition, sampler.partition, sampler.lengths)
+        fields |= {"plan_ahead": sampler.plan_ahead, "epoch": self._epoch, "position": position}
+        lead = agreement.begin(
+            fields, sampler.rank, self._handout.ahead if ahead is None else ahead, sampler._cap_error(self._epoch)
+        )
+        dtype = torch.int32 if sampler.composition.num_samples <= _INT32_MAX else torch.int64
+        source = SharedPlans(
+            agreement.channel(spans.message_size(dtype), dtype, slots=_DEPTH + 2),
+            planner if agreement.is_root else None,
+            epoch=self._epoch,
+            step=position // sampler.grad_accum,
+            chunks=len(spans),
+            stats=sampler._stats,
+            depth=_DEPTH,
+            interval=min(agreement.timeout / 4, _SIGN_OF_LIFE),
+        )
+        return source, lead
+
+    def _reach(self, index: int) -> None:
+        """Have the chunks of micro-batches up to `index`, and set later ones going half a chunk before they are due."""
+        source = self._source
+        if source is None or (index < self._covered and index < self._fill_at):
+            return
+        stats, began, waited = self._sampler._stats, time.perf_counter(), False
+        while index >= self._covered:
+            chunk = next(source)
+            waited |= source.waited
+            stats.chunks += 1
+            self._ready.append(chunk)
+            count = len(chunk.samples) * self._sampler.grad_accum
+            self._fill_at = self._covered + count // 2
+            self._covered += count
+        if waited:
+            stats.add_wait(time.perf_counter() - began)
+        if index >= self._fill_at:
+            self._fill_at = sys.maxsize
+            source.fill()
+
+    def _advance(self, rows: int) -> None:
+        self._handout.handed += 1
+        self._slot += 1
+        if self._slot == self._sampler.grad_accum:
+            self._slot = 0
+            self._sampler._stats.steps += 1
+            self._row += 1
+            if self._row == rows:
+                self._row = 0
+                self._ready.popleft()
+
+    def _finish(self) -> None:
+        if self._source is not None:
+            self._source.finish()
