@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
+        allow_abbrev=False,
         help="what the sampler would do for your lengths",
         description="Balance, padding and peak memory of an epoch of your data, beside other ways to batch it.",
         epilog=_EPILOG,
@@ -134,6 +135,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
+        allow_abbrev=False,
         help="train a small transformer with each sampler and time it",
         description="Train a small transformer on data with the lengths of a real trace, under torchrun, once with "
         "each way to make micro-batches, and compare measured speed with the model's.",
@@ -229,3 +231,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     print(f"gpusampler: warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,7 @@ LENGTHS = np.random.default_rng(1).lognormal(5, 1, 2000).astype(np.int64) + 1
 
 def rows_of(groups):
     offsets = np.cumsum([0, *(len(group) for group in groups)]).astype(np.int32)
-    return Rows(np.array([sum(groups, [])]), offsets[None])
+    return Rows(np.array([[*itertools.chain(*groups)]]), offsets[None])
 
 
 def double(lengths):
@@ -94,7 +94,7 @@ def test_tight_bound_is_the_least_padding_over_all_cuts(lengths, dp_size):
     assert tight_bounds(rows, as_lengths(lengths), partition).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_L34_longest_rows_together():  # noqa: N802
+def test_L34_longest_rows_together():
     sampler = GPUBatchRebalanceSampler([1024] * 8 + [64] * 56, 64, 2, 2, shuffle=False, cost=CostModel(alpha=0.001))
     report = report_sampler(sampler, peers=("length-grouped", "transformers"))
     grouped, transformers, ours = (int(each.figures.peak.max()) for each in report.strategies)
@@ -188,7 +188,7 @@ def test_floor_of_one_long_sample():
     assert "no step is bound by it" in str(even)
 
 
-def test_L32_cap_that_needs_more_slots():  # noqa: N802
+def test_L32_cap_that_needs_more_slots():
     rows = np.full((3, 8), 7)
     caps = {each.max_tokens: each for each in cap_costs(rows, 7, Partition(4, 1, CostModel(alpha=0.0)))}
     assert list(caps) == [None, 11, 8, 7]  # 0.8, 0.6 of the peak of 14 tokens, and the longest sample
