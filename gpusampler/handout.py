@@ -44,7 +44,7 @@ class Consumer:
             owner = frame.f_locals.get("self")
             if not chain:
                 chain = _wrappers(owner, sampler)
-                if chain and isinstance(getattr(owner, "_num_yielded", None), int):
+                if chain:
                     self._fields = vars(owner)
                     self._loader = weakref.ref(owner, self._loader_died)
             elif getattr(owner, "batch_sampler", None) is chain[0] and hasattr(owner, "end_of_dataloader"):
@@ -63,7 +63,9 @@ class Consumer:
         """Batches that the loop has taken from the loader; None without a loader."""
         if self._fields is None:
             return self._final
-        count = int(self._fields["_num_yielded"])
+        count: int | None = self._fields.get("_num_yielded")  # not there yet while the loader sets itself up
+        if count is None:
+            return None
         holder = None if self._holder is None else self._holder()
         return count - 1 if count and holder is not None and not holder.end_of_dataloader else count
 
