@@ -31,14 +31,16 @@ from gpusampler.feasible import check_cap, check_oversize
 from gpusampler.group import PlanGroup
 from gpusampler.handout import Consumer, Handout
 from gpusampler.iterate import MicroBatches
-from gpusampler.kernels.checks import gather
+from gpusampler.kernels.checks import gather, reorder
 from gpusampler.lengths import as_lengths
 from gpusampler.pipeline import Chunk
 from gpusampler.plan import BatchPlan, Partition
 from gpusampler.stats import PlanStats
 
 DEFAULT_SEED = 42
-_SAMPLES_A_CHUNK = 1 << 14
+# Handing over a chunk costs more than handing out a micro-batch: once in 256 of them, below the 99th percentile.
+_MICRO_BATCHES_A_CHUNK = 256
+_SAMPLES_A_CHUNK = 1 << 18
 
 
 class GPUBatchRebalanceSampler(Sampler[list[int]]):
@@ -78,7 +80,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             options. Iterating is then a collective operation: every process of the group does it, to the same
             micro-batch.
         device: None or "cpu": where to plan; "cuda" is not available yet.
-        plan_ahead: steps planned at once; default 16384 samples' worth, at least 1.
+        plan_ahead: steps planned at once; default 256 micro-batches' worth, at most 262144 samples', at least 1.
 
     Raises:
         ParameterError: a parameter or a length that cannot be honoured; it names the parameter, index and value.
@@ -135,7 +137,8 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         self.drop_last = check_bool("drop_last", drop_last)
         check_choice("oversize", oversize, ("error", "alone"))
         if plan_ahead is None:
-            plan_ahead = max(1, _SAMPLES_A_CHUNK // self.effective_batch_size)
+            steps = -(-_MICRO_BATCHES_A_CHUNK // self.grad_accum)
+            plan_ahead = max(1, min(steps, _SAMPLES_A_CHUNK // self.effective_batch_size))
         self.plan_ahead = check_int("plan_ahead", plan_ahead, minimum=1)
 
         self.lengths = as_lengths(lengths)
@@ -322,7 +325,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
     def _plan_chunk(self, epoch: int, step: int, count: int) -> Chunk:
         samples = self.composition.indices(epoch, step, count)
         plan = self.partition.plan(gather(self.lengths.values, samples))
-        return Chunk(step, np.take_along_axis(samples, plan.order.numpy(), axis=1), plan.offsets.numpy()[:, 1:])
+        return Chunk(step, reorder(samples, plan.order.numpy()), plan.offsets.numpy()[:, 1:])
 
 
 class _EpochHook:
