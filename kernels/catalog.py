@@ -7,7 +7,7 @@ told by their names, which mean the same in all kernels.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpusampler.kernels import costs, launch, search, shuffle, sort, spec, waste
+from gpusampler.kernels import costs, improve, launch, search, shuffle, sort, spec, waste
 
 _FLOATS = {"inverse_ptr", "custom_ptr", "costs_ptr", "bounds_ptr"}
 _INTS = {"order_ptr", "sorted_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr"}
@@ -67,3 +67,15 @@ def variants(chip: int) -> Iterator[Variant]:
     yield _variant(search._min_max_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
     yield _variant(waste._limit_kernel, launch.COSTS.num_warps, BLOCK=launch.COSTS.block)
     yield _variant(waste._waste_kernel, launch.WASTES.num_warps, DEPTH=launch.WASTES.block.bit_length() - 1)
+    for slots in _powers(launch.MAX_SLOTS)[1:]:
+        walk = launch.walk_shape(slots)
+        yield _variant(improve._walk_kernel, walk.num_warps, LANES=walk.lanes, SLOTS=walk.slots)
+    for block, num_warps in sorted({launch.group_shape(groups) for groups in _powers(launch.MAX_GROUPS)}):
+        yield _variant(improve._start_kernel, num_warps, BLOCK=block)
+        yield _variant(
+            improve._settle_kernel,
+            num_warps,
+            CANDIDATES=launch.power_of_two(max(spec.CANDIDATES, spec.MANY_CANDIDATES)),
+            TARGETS=launch.power_of_two(len(spec.TARGETS)),
+            BLOCK=block,
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 MAX_SORT = 8192
 """Longest row that one program sorts, where its keys fit the chip's shared memory; longer ones go to `torch.sort`."""
-MAX_GROUPS = 8192
+MAX_GROUPS = 4096
 """Most groups of a row: one program sorts their costs."""
 MAX_SLOTS = 256
 """Most accumulation slots: one program weighs them all for a candidate."""
@@ -22,6 +22,7 @@ SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 
 _MIN_BLOCK = 32
 _KEY_BYTES = 8
+_INTERPRETED = 8192
 
 
 class Shape(NamedTuple):
@@ -74,9 +75,10 @@ def group_shape(groups: int) -> Shape:
 
     Example:
         >>> group_shape(64), group_shape(1024)
-        (Shape(block=64, num_warps=2), Shape(block=1024, num_warps=16))
+        (Shape(block=64, num_warps=4), Shape(block=1024, num_warps=16))
     """
-    return _shape(groups, 1 if groups <= 256 else 2, 32)
+    block, num_warps = _shape(groups, 1 if groups <= 256 else 2, 32)
+    return Shape(block, max(4, num_warps))
 
 
 class WalkShape(NamedTuple):
@@ -87,15 +89,15 @@ class WalkShape(NamedTuple):
     num_warps: int
 
 
-def walk_shape(slots: int) -> WalkShape:
-    """Shape of the walk of candidates: a slot of a candidate a thread, 256 threads.
+def walk_shape(slots: int, interpreted: bool = False) -> WalkShape:
+    """Shape of the walk of candidates: a slot of a candidate a thread, 256 threads; more where a program is interpreted.
 
     Example:
         >>> walk_shape(4), walk_shape(6)
         (WalkShape(lanes=64, slots=4, num_warps=8), WalkShape(lanes=32, slots=8, num_warps=8))
     """
     padded = max(2, power_of_two(slots))
-    return WalkShape(max(1, 256 // padded), padded, 8)
+    return WalkShape(max(1, (_INTERPRETED if interpreted else 256) // padded), padded, 8)
 
 
 def rows_at_once(groups: int, lanes: int) -> int:

@@ -41,6 +41,11 @@ def _limit_kernel(sorted_ptr, most_ptr, status_ptr, peak_ptr, size: tl.int32, gr
 
 
 @triton.jit
+def _most(x):
+    return tl.max(tl.max(x, 1), 0)
+
+
+@triton.jit
 def _group_sizes(bound, level, i, spare, alive, row, tail_row, f_ptr, inverse_ptr, tail_ptr, most_ptr, digits):
     """Most samples from `i` on, `spare` at most, that cost at most `level` and waste at most `bound`, a lane each."""
     cost = tl.load(f_ptr + row + i, mask=alive, other=1)
@@ -53,11 +58,11 @@ def _group_sizes(bound, level, i, spare, alive, row, tail_row, f_ptr, inverse_pt
     tried = tl.arange(0, _BASE)[None, :]
     for back in range(1, digits + 1):
         shift = _BASE_BITS * (digits - back)
-        more = count[:, None] + (tried.to(tl.int64) << shift)
-        within = more <= limit[:, None]
-        after = tl.load(tail_ptr + tail_row + i[:, None] + more, mask=within, other=0)
-        fits = within & (more * cost[:, None] - left[:, None] + after <= bound[:, None])
-        digit = tl.sum(fits.to(tl.int32), 1) - 1
+        more = count + (tried.to(tl.int64) << shift)
+        within = more <= limit
+        after = tl.load(tail_ptr + tail_row + i + more, mask=within, other=0)
+        fits = within & (more * cost - left + after <= bound)
+        digit = tl.sum(fits.to(tl.int32), 1)[:, None] - 1
         count += tl.maximum(digit, 0).to(tl.int64) << shift
     return count.to(tl.int32)
 
@@ -100,7 +105,7 @@ def _waste_kernel(
     num_parts = tl.num_programs(1) + 1
     row = program * size
     tail_row = row + program
-    lane = tl.arange(0, 1 << DEPTH).to(tl.int64)
+    lane = tl.arange(0, 1 << DEPTH).to(tl.int64)[:, None]
     fits_row = tl.load(status_ptr + program) == 0
     longest = tl.load(f_ptr + row)
     cap = tl.load(caps_ptr + part)
@@ -121,9 +126,9 @@ def _waste_kernel(
                 bound, level, i, spare, tested, row, tail_row, f_ptr, inverse_ptr, tail_ptr, most_ptr, digits
             )
         fits = tested & (i == size)
-        usable &= (first == 0) | (tl.max(tl.where(lane == 0, fits.to(tl.int32), 0), 0) == 1)
-        high = tl.minimum(high, tl.min(tl.where(fits, bound, high), 0))
-        low = tl.maximum(low, tl.max(tl.where(tested & (fits == 0), bound, low), 0))
+        usable &= (first == 0) | (_most(tl.where(lane == 0, fits.to(tl.int32), 0)) == 1)
+        high = tl.minimum(high, -_most(-tl.where(fits, bound, high)))
+        low = tl.maximum(low, _most(tl.where(tested & (fits == 0), bound, low)))
         first = low > high
     place = program * num_parts + 1 + part
     if usable:
