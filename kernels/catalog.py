@@ -7,10 +7,10 @@ told by their names, which mean the same in all kernels.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpusampler.kernels import costs, improve, launch, search, shuffle, sort, spec, waste
+from gpusampler.kernels import costs, deal, emit, improve, launch, search, shuffle, sort, spec, waste
 
 _FLOATS = {"inverse_ptr", "custom_ptr", "costs_ptr", "bounds_ptr"}
-_INTS = {"order_ptr", "sorted_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr"}
+_INTS = {"order_ptr", "sorted_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr", "starts_ptr", "by_length_ptr"}
 
 
 class Variant(NamedTuple):
@@ -71,7 +71,8 @@ def variants(chip: int) -> Iterator[Variant]:
         walk = launch.walk_shape(slots)
         yield _variant(improve._walk_kernel, walk.num_warps, LANES=walk.lanes, SLOTS=walk.slots)
     for block, num_warps in sorted({launch.group_shape(groups) for groups in _powers(launch.MAX_GROUPS)}):
-        yield _variant(improve._start_kernel, num_warps, BLOCK=block)
+        for function in (improve._start_kernel, deal._deal_kernel, deal._even_kernel, emit._places_kernel):
+            yield _variant(function, num_warps, BLOCK=block)
         yield _variant(
             improve._settle_kernel,
             num_warps,
@@ -79,3 +80,4 @@ def variants(chip: int) -> Iterator[Variant]:
             TARGETS=launch.power_of_two(len(spec.TARGETS)),
             BLOCK=block,
         )
+    yield _variant(emit._copy_kernel, launch.COPY.num_warps, BLOCK=launch.COPY.block)
