@@ -234,8 +234,8 @@ def _lengths_of(batch: Any, lengths: torch.Tensor | None, cap: int) -> _Int64:
         raise ParameterTypeError(f"batch must be a mapping of fields or a TensorDict, got {type(batch).__name__}")
     if lengths is None:
         names = set(batch.keys())  # a TensorDict refuses `in`
-        ids = batch["input_ids"] if "input_ids" in names else None
-        if isinstance(ids, torch.Tensor) and ids.is_nested:
+        ids: Any = batch["input_ids"] if "input_ids" in names else None
+        if getattr(ids, "is_nested", False):
             name, lengths = "input_ids", ids.offsets().diff()
         elif "attention_mask" in names:
             name, mask = "attention_mask", batch["attention_mask"]
@@ -294,7 +294,7 @@ def _check_fields(batch: Any, rows: int) -> None:
 def _take(batch: Any, groups: list[list[int]]) -> list[Any]:
     """One mapping a group, with its rows of every field."""
     device = next((value.device for value in batch.values() if isinstance(value, torch.Tensor)), None)
-    order = torch.tensor(list(chain.from_iterable(groups)), device=device)
+    order: Any = torch.tensor(list(chain.from_iterable(groups)), device=device)
     if not _is_tensordict(batch):
         fields = {name: _rows(value, groups, order) for name, value in batch.items()}
         return [{name: parts[k] for name, parts in fields.items()} for k in range(len(groups))]
@@ -307,13 +307,14 @@ def _take(batch: Any, groups: list[list[int]]) -> list[Any]:
     return micro_batches
 
 
-def _rows(values: Any, groups: list[list[int]], order: torch.Tensor) -> list[Any]:
+def _rows(values: Any, groups: list[list[int]], order: Any) -> list[Any]:
     """Rows of one field for each group; `order` is all groups, one after the other."""
     if isinstance(values, torch.Tensor) and values.is_nested:
         single = values.unbind()
         return [torch.nested.as_nested_tensor([single[i] for i in group], layout=torch.jagged) for group in groups]
     if isinstance(values, torch.Tensor):
-        return list(values.index_select(0, order.to(values.device)).split([len(group) for group in groups]))
+        reordered: Any = values.index_select(0, order.to(values.device))
+        return list(reordered.split([len(group) for group in groups]))
     if isinstance(values, np.ndarray):
         return [values[group] for group in groups]
     return [[values[i] for i in group] for group in groups]
