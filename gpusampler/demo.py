@@ -32,7 +32,7 @@ DEMO_STRATEGIES = ("random", "length-grouped", "transformers", "gpusampler")
 _SAMPLES_A_MICRO_BATCH = 8
 _GRAD_ACCUM = 4
 # Sizes with which a step of two processes takes about half a second on a CPU, or on GPUs.
-_CPU_SIZES = {"mean_length": 64, "longest": 1024, "hidden_size": 192, "num_layers": 2, "num_heads": 3}
+_CPU_SIZES = {"mean_length": 64, "longest": 1024, "hidden_size": 128, "num_layers": 2, "num_heads": 2}
 _GPU_SIZES = {"mean_length": 384, "longest": 8192, "hidden_size": 1024, "num_layers": 8, "num_heads": 16}
 
 

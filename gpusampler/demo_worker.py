@@ -2,8 +2,8 @@
 
 Started by torchrun, with the paths of two JSON files: `DemoSettings` to read, results to write. What is timed is
 ordinary: a `DataLoader` with a worker process and a `batch_sampler`, DistributedDataParallel that averages gradients
-in every micro-batch, a loss weighted by `microbatch_weight`, AdamW. The strategies take turns, a few steps each, so
-that a machine that slows down slows them all; each has a model of its own, from the same start.
+in every micro-batch, a loss weighted by `microbatch_weight`, AdamW. The strategies take turns, a step each, so that a
+machine that slows down slows them all; each has a model of its own, from the same start.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from gpusampler.strategies import make_strategy
 from gpusampler.traces import load_trace
 from gpusampler.weights import microbatch_weight
 
-_BLOCK_STEPS = 4
 _FEWEST_STEPS, _MOST_STEPS = 8, 400
 _POOL_STEPS = 64
-_REPEATS = 3
+_REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -150,24 +149,26 @@ def _build_model(settings: DemoSettings) -> DistributedDataParallel:
 def calibrate(settings: DemoSettings) -> tuple[CostModel, float]:
     """Fit the cost model to this machine: time micro-batches of several shapes, on all ranks at once.
 
+    The fastest of some repeats of each shape are fitted, as other work on the machine only adds to a time; what it adds
+    in the middle is in the unit.
+
     Returns:
         The model, the same on every rank, and the seconds that one unit of its cost takes.
     """
     model = _build_model(settings)
     longest = settings.longest
-    shapes = [(1, 16), (8, 16), (48, 16), (4, longest // 8), (16, longest // 8), (4, longest // 4), (1, longest),
-              (2, longest)]  # fmt: skip
-    seconds = []
-    for n, length in shapes:
-        batch = pad([torch.zeros(length, dtype=torch.int64)] * n)
-        times = []
-        for _ in range(1 + _REPEATS):
+    shapes = [(1, 16), (8, 16), (32, 16), (4, longest // 8), (4, longest // 4), (1, longest)]
+    seconds = np.empty((1 + _REPEATS, len(shapes)))
+    for times in seconds:
+        for i, (n, length) in enumerate(shapes):
+            batch = pad([torch.zeros(length, dtype=torch.int64)] * n)
             dist.barrier()
             start = perf_counter()
             float(train_step(model, [batch], settings))
-            times.append(perf_counter() - start)
-        seconds.append(float(np.median(times[1:])))
-    fit = torch.tensor(fit_cost(shapes, seconds), dtype=torch.float64, device=settings.device)
+            times[i] = perf_counter() - start
+    fastest = seconds[1:].min(axis=0)
+    slowdown = float(np.median(seconds[1:] / fastest))
+    fit = torch.tensor(fit_cost(shapes, (slowdown * fastest).tolist()), dtype=torch.float64, device=settings.device)
     dist.broadcast(fit, 0)
     fixed, linear, square = fit.tolist()
     return CostModel(alpha=square / linear, intercept=fixed / linear), linear
@@ -205,8 +206,7 @@ def choose_steps(settings: DemoSettings, cost: CostModel, unit: float) -> int:
     sampler = demo_sampler(settings, demo_lengths(settings, _POOL_STEPS), cost, 0)
     report = report_sampler(sampler, peers=settings.strategies[:-1])
     a_step = unit * sum(float(each.figures.cost.mean()) for each in report.strategies)
-    blocks = int(settings.seconds / a_step / _BLOCK_STEPS)
-    return min(max(blocks * _BLOCK_STEPS, _FEWEST_STEPS), _MOST_STEPS)
+    return min(max(int(settings.seconds / a_step), _FEWEST_STEPS), _MOST_STEPS)
 
 
 def train(settings: DemoSettings) -> dict[str, Any]:
@@ -222,15 +222,16 @@ def train(settings: DemoSettings) -> dict[str, Any]:
         runs.append(_Training(name, settings, demo_sampler(settings, lengths, cost, rank)))
     terminal = sys.stderr.isatty()
     with tqdm(
-        total=num_steps * len(runs), unit=" steps", disable=rank != 0, mininterval=0.2 if terminal else 10.0
+        total=num_steps * len(runs),
+        desc="training",
+        unit=" steps",
+        disable=rank != 0,
+        mininterval=0.2 if terminal else 10.0,
     ) as bar:
-        for block, start in enumerate(range(0, num_steps, _BLOCK_STEPS)):
+        for step in range(num_steps):
             for place in range(len(runs)):
-                run = runs[(place + block) % len(runs)]
-                bar.set_description(f"training, {run.name}", refresh=False)
-                for _ in range(min(_BLOCK_STEPS, num_steps - start)):
-                    run.step()
-                    bar.update()
+                runs[(place + step) % len(runs)].step()
+                bar.update()
     return {
         "alpha": cost.alpha,
         "intercept": cost.intercept,

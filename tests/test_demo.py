@@ -25,6 +25,15 @@ SETTINGS = DemoSettings(
 SMALL = {"mean_length": 24, "longest": 128, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other on busy cores make tiny operations slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def small_model():
     torch.manual_seed(0)
     return TinyTransformer(hidden_size=16, num_layers=2, num_heads=2, longest=32)
@@ -99,9 +108,8 @@ def test_lengths_are_those_of_the_trace_scaled_down():
 def test_steps_fill_the_time_that_is_given():
     cost = CostModel(alpha=5e-4, intercept=100.0)
     few, many = (choose_steps(replace(SETTINGS, seconds=seconds), cost, 1e-4) for seconds in (40.0, 80.0))
-    assert (few % 4, many % 4) == (0, 0)
     assert 8 < few < many
-    assert abs(many - 2 * few) <= 4
+    assert abs(many - 2 * few) <= 1
     assert choose_steps(SETTINGS, cost, 1.0) == 8
     assert choose_steps(replace(SETTINGS, num_steps=3), cost, 1.0) == 3
 
