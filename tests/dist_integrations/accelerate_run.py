@@ -1,0 +1,148 @@
+"""accelerate on several processes: coverage, epochs, skipping, resume and gradients."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from dist_integrations.common import (
+    LENGTHS,
+    Rows,
+    TokenModel,
+    answer,
+    caught,
+    collate,
+    flat_gradient,
+    full_gradient,
+    rows_of,
+)
+from torch.utils.data import DataLoader
+
+from gpusampler import GPUBatchRebalanceSampler, microbatch_weight
+from gpusampler.integrations.accelerate import prepare
+
+
+def make(accelerator, lengths=LENGTHS, batch=8, slots=2, **loader):
+    sampler = GPUBatchRebalanceSampler(lengths, batch, dp_size=2, grad_accum=slots)  # no rank: `prepare` gives it
+    return prepare(
+        accelerator, DataLoader(Rows(list(lengths)), batch_sampler=sampler, collate_fn=collate, **loader)
+    ), sampler
+
+
+def read(loader):
+    return [rows_of(batch["input_ids"]) for batch in loader]
+
+
+def small(rank):
+    """L01."""
+    accelerator = Accelerator(cpu=True)
+    sampler = GPUBatchRebalanceSampler(range(10, 26), 8, dp_size=2, rank=rank)
+    loader = DataLoader(Rows(list(range(10, 26))), batch_sampler=sampler, collate_fn=collate)
+    prepared = prepare(accelerator, loader)
+    plain = caught(lambda: list(accelerator.prepare(loader)))
+    return {"len": [len(loader), len(prepared)], "rows": read(prepared), "plain": plain}
+
+
+def epochs(rank):
+    """L14, L41: by set_epoch and by accelerate's own count."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    found = {}
+    for name, options in {
+        "plain": {},
+        "fork": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"},
+    }.items():
+        loader, _ = make(accelerator, **options)
+        found[name] = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            found[name].append(read(loader))
+    loader, _ = make(accelerator)
+    found["counted"] = [read(loader) for _ in range(3)]
+    return found
+
+
+def resume(folder, workers):
+    """L43, L44: stop in epoch 1 behind 3 batches; go on by load_state, by skip_first_batches, and by both."""
+    options = {"num_workers": workers, "prefetch_factor": 2} if workers else {}
+    found = {}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader, sampler = make(accelerator, **options)
+    read(loader)
+    loader.set_epoch(1)
+    for taken, _ in enumerate(loader, 1):
+        if taken == 3:
+            break
+    found["consumed"] = sampler.state_dict()["consumed"]
+    accelerator.save_state(folder)
+    for name in ("load", "skip", "both"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        loader, sampler = make(accelerator, **options)
+        if name != "skip":
+            accelerator.load_state(folder)
+        else:
+            loader.set_epoch(1)
+        rest = loader if name == "load" else accelerator.skip_first_batches(loader, 3)
+        iterator = iter(rest)
+        batches = [rows_of(next(iterator)["input_ids"])]
+        found[f"{name} consumed"] = sampler.state_dict()["consumed"]
+        batches += [rows_of(batch["input_ids"]) for batch in iterator]
+        found[name] = batches
+        loader.set_epoch(2)
+        found[f"{name} next"] = read(loader)
+    return found
+
+
+def finished(folder):
+    """The state of a finished epoch starts the next one."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader, _ = make(accelerator)
+    read(loader)
+    accelerator.save_state(folder)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader, _ = make(accelerator)
+    accelerator.load_state(folder)
+    return read(loader)
+
+
+def gradients():
+    """Accumulated under no_sync and averaged by DDP, weighted: the gradient of the batch."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = TokenModel()
+    wanted = full_gradient(model, GPUBatchRebalanceSampler(LENGTHS, 8).indices(0).tolist())
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 8, dp_size=2, grad_accum=2)
+    loader = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
+    model, loader = prepare(accelerator, model, loader)
+    tokens = int(sum(LENGTHS[i] for i in sampler.indices(0).tolist()))
+    for batch, _ in zip(loader, range(2), strict=False):
+        with accelerator.accumulate(model):
+            items = int((batch["labels"] != -100).sum())
+            loss = model(**batch)["loss"] * microbatch_weight(items, tokens, dp_size=2, grad_accum=2)
+            accelerator.backward(loss)
+    return float((flat_gradient(accelerator.unwrap_model(model)) - wanted).abs().max())
+
+
+def refused():
+    found = {}
+    for name in ("dispatch_batches", "split_batches"):
+        config = DataLoaderConfiguration(**{name: True})
+        found[name] = caught(lambda c=config: make(Accelerator(cpu=True, dataloader_config=c), slots=1))
+    accelerator = Accelerator(cpu=True)
+    found["gradient_accumulation_steps"] = caught(lambda: make(accelerator))
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 8, dp_size=1, rank=0)
+    loader = DataLoader(Rows(), batch_sampler=sampler)
+    found["dp_size"] = caught(lambda: prepare(accelerator, loader))
+    found["objects"] = caught(lambda: prepare(accelerator, DataLoader(Rows())))
+    return found
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    rank = Accelerator(cpu=True).process_index
+    report = {"small": small(rank), "epochs": epochs(rank), "gradient": gradients(), "refused": refused()}
+    report |= {f"resume {n}": resume(str(Path(folder) / f"state{n}"), n) for n in (0, 2)}
+    report["finished"] = finished(str(Path(folder) / "finished"))
+    answer(folder, rank, report)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,160 @@
+"""accelerate: real runs of two processes, and what one process can show."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import skip_first_batches
+from dist_integrations.common import LENGTHS, Rows, collate, launch, rows_of
+from torch.utils.data import DataLoader, IterableDataset
+
+from gpusampler import GPUBatchRebalanceSampler
+from gpusampler.integrations.accelerate import prepare, prepare_loader
+
+RANKS = range(2)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What both ranks of one run found."""
+    return launch("accelerate_run.py", tmp_path_factory.mktemp("accelerate"))
+
+
+def bare(rank: int, epoch: int) -> list[list[int]]:
+    """What the sampler alone yields."""
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 8, dp_size=2, grad_accum=2, rank=rank)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@pytest.mark.dist
+def test_l01_prepare_does_not_cut_the_plan(ranks: list[dict]):
+    assert [rank["small"]["len"] for rank in ranks] == [[2, 2], [2, 2]]
+    rows = [row for rank in ranks for batch in rank["small"]["rows"] for row in batch]
+    assert sorted(rows) == list(range(16))
+
+
+@pytest.mark.dist
+def test_l01_a_loader_that_is_cut_says_what_to_use(ranks: list[dict]):
+    for rank in ranks:
+        assert "BatchSamplerShard would keep one of 2" in rank["small"]["plain"]
+        assert "gpusampler.integrations.accelerate.prepare" in rank["small"]["plain"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("loader", ["plain", "fork", "counted"])
+def test_l14_l41_every_epoch_reaches_the_sampler(ranks: list[dict], loader: str):
+    for rank in RANKS:
+        epochs = ranks[rank]["epochs"][loader]
+        assert epochs == [bare(rank, epoch) for epoch in range(3)]
+    for epoch in range(3):
+        rows = [row for rank in ranks for batch in rank["epochs"][loader][epoch] for row in batch]
+        assert sorted(rows) == list(range(48))
+    sets = [{frozenset(batch) for batch in epoch} for epoch in ranks[0]["epochs"][loader]]
+    assert sets[0] != sets[1] != sets[2] != sets[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", ["load", "skip", "both"])
+def test_l43_resume_in_a_later_epoch(ranks: list[dict], way: str, workers: int):
+    for rank in RANKS:
+        found = ranks[rank][f"resume {workers}"]
+        assert found[way] == bare(rank, 1)[3:]
+        assert found[f"{way} next"] == bare(rank, 2)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("workers", [0, 2])
+def test_l44_batches_held_by_the_loaders_are_not_consumed(ranks: list[dict], workers: int):
+    for rank in ranks:
+        assert rank[f"resume {workers}"]["consumed"] == 3
+        assert [rank[f"resume {workers}"][f"{way} consumed"] for way in ("load", "skip", "both")] == [4, 4, 4]
+
+
+@pytest.mark.dist
+def test_a_finished_epoch_is_followed_by_the_next(ranks: list[dict]):
+    assert [rank["finished"] for rank in ranks] == [bare(rank, 1) for rank in RANKS]
+
+
+@pytest.mark.dist
+def test_weighted_gradient_under_accumulate_is_exact(ranks: list[dict]):
+    assert max(rank["gradient"] for rank in ranks) < 1e-12
+
+
+@pytest.mark.dist
+def test_what_cannot_be_honoured_is_named(ranks: list[dict]):
+    for rank in ranks:
+        for name in ("dispatch_batches", "split_batches"):
+            assert rank["refused"][name].startswith(f"{name}=True cannot be honoured")
+        assert "is 1 and grad_accum of the sampler is 2" in rank["refused"]["gradient_accumulation_steps"]
+        assert "dp_size of the sampler is 1, but accelerate runs 2 processes" in rank["refused"]["dp_size"]
+        assert rank["refused"]["objects"].startswith("objects must hold a DataLoader")
+
+
+def loader(**options: object) -> DataLoader:
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 8, grad_accum=2)
+    return DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate, **options)
+
+
+def test_other_objects_are_prepared_as_always():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared_model, prepared_loader, prepared_optimizer = prepare(accelerator, model, loader(), optimizer)
+    assert prepared_model is model
+    assert type(prepared_optimizer).__name__ == "AcceleratedOptimizer"
+    assert accelerator.prepare(prepared_loader) is prepared_loader
+
+
+def test_gather_for_metrics_keeps_the_last_micro_batch_whole():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    rows = [
+        i
+        for batch in prepare(accelerator, loader())
+        for i in rows_of(accelerator.gather_for_metrics(batch)["input_ids"])
+    ]
+    assert Counter(rows) == Counter(range(48))
+
+
+def test_l43_skipping_takes_no_plans():
+    prepared = prepare_loader(Accelerator(cpu=True), loader())
+    sampler = prepared.batch_sampler
+    planned = []
+    original = sampler._plan_chunk
+    sampler._plan_chunk = lambda epoch, step, count: planned.append((epoch, step)) or original(epoch, step, count)
+    sampler.plan_ahead = 1
+    rest = skip_first_batches(prepared, 9)
+    rest.set_epoch(2)
+    batches = [rows_of(batch["input_ids"]) for batch in rest]
+    fresh = GPUBatchRebalanceSampler(LENGTHS, 8, grad_accum=2)
+    fresh.set_epoch(2)
+    assert batches == list(fresh)[9:]
+    assert planned == [(2, 4), (2, 5)]
+
+
+def test_l44_skipping_all_leaves_nothing():
+    rest = skip_first_batches(prepare_loader(Accelerator(cpu=True), loader()), 12)
+    assert list(rest) == []
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(48))
+
+
+def test_l25_an_iterable_dataset_is_refused():
+    with pytest.raises(ValueError, match="IterableDataset"):
+        prepare(
+            Accelerator(cpu=True),
+            DataLoader(Stream(), batch_sampler=GPUBatchRebalanceSampler(LENGTHS, 8, grad_accum=2)),
+        )
+
+
+def test_a_dataset_of_another_size_is_refused():
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 8)
+    with pytest.raises(ValueError, match="has 47 samples, but its sampler was given 48 lengths"):
+        prepare(Accelerator(cpu=True), DataLoader(Rows(LENGTHS[:47]), batch_sampler=sampler))
