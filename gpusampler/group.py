@@ -40,6 +40,8 @@ class PlanGroup:
     def __post_init__(self) -> None:
         """Check every field."""
         group = self.group
+        if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ParameterError("process_group must contain this process: new_group gave it no group")
         if not (group is None or group == "auto" or (dist.is_available() and isinstance(group, dist.ProcessGroup))):
             raise ParameterTypeError(
                 "process_group must be 'auto', None, a torch.distributed.ProcessGroup or a PlanGroup, "
