@@ -80,7 +80,7 @@ def _even_kernel(
     slots: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     groups = tl.where(tl.load(height_ptr + program) < _HUGE, dp_size * slots, 0)
     index = tl.arange(0, BLOCK)
     inside = index < groups
@@ -195,7 +195,7 @@ def deal(
         **FLAGS,
     )
     if per_step:
-        _even_kernel[(num_rows * num_dealt,)](
+        _even_kernel[(num_rows, num_dealt)](
             result.height, result.place, result.dealt, dp_size, slots, BLOCK=block, num_warps=num_warps, **FLAGS
         )
     return result

@@ -28,13 +28,14 @@ from gpusampler.kernels.sort import sort_keys
 
 _HUGE: tl.constexpr = tl.constexpr(2**63 - 1)
 _UNIT: tl.constexpr = tl.constexpr(65536)
+_NOISE: tl.constexpr = tl.constexpr(spec.NOISE)
 
 
 @triton.jit
 def _noise(step, candidate, slot):
     """`spec.noise` as int64."""
     mixed = step.to(tl.uint32) * 0x9E3779B1 + candidate.to(tl.uint32) * 0x85EBCA77 + slot.to(tl.uint32) * 0xC2B2AE3D
-    return (mix32(mixed + 0x165667B1) >> 16).to(tl.int64)
+    return (mix32(mixed + _NOISE) >> 16).to(tl.int64)
 
 
 @triton.jit

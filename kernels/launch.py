@@ -20,7 +20,7 @@ WORKSPACE_BYTES = 1 << 27
 SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory that one program can have, by compute capability."""
 
-_MIN_BLOCK = 32
+_MIN_BLOCK = 64
 _KEY_BYTES = 8
 _INTERPRETED = 8192
 
