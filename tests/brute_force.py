@@ -88,6 +88,7 @@ def costs_of(f: Sequence[int], counts: Sequence[int]) -> list[int]:
 lengths_of_any_kind = st.one_of(
     st.lists(st.integers(1, 12), min_size=1, max_size=7),
     st.lists(st.integers(1, 5000), min_size=1, max_size=7),
+    st.lists(st.integers(1, 10**9), min_size=1, max_size=7),
     st.lists(st.sampled_from([16, 1024, 4096]), min_size=1, max_size=7),
     st.integers(1, 6).map(lambda n: [LONGEST] + [1] * n),
 )

@@ -111,6 +111,23 @@ def test_equal_waste_is_the_least_largest_waste(lengths: list[int], groups: int,
         assert largest_waste(counts.tolist()) - min(wastes) <= 1 + (min(wastes) >> 11)
 
 
+@pytest.mark.parametrize("groups", [2, 7, 20])
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_waste_is_found_to_12_bits(groups: int, seed: int):
+    row = make_row(np.random.default_rng(seed).integers(1, 10**9, 48).tolist())
+    best = [0] + [LIMIT] * 48  # least largest waste of the samples up to here
+    for _ in range(groups):
+        best = [LIMIT] + [
+            min(max(best[i], int((end - i) * row.f[i] - (row.tail[i] - row.tail[end]))) for i in range(end))
+            for end in range(1, 49)
+        ]
+    counts = np.full(groups, SENTINEL, np.int64)
+    assert spec.equal_waste(int(row.f[0]) * 48, row.f, row.tail, row.most, groups, counts)
+    edges = np.cumsum([0, *counts])
+    wastes = [n * row.f[a] - (row.tail[a] - row.tail[a + n]) for n, a in zip(counts, edges, strict=False)]
+    assert best[48] <= max(wastes) <= best[48] + 1 + (best[48] >> 11)
+
+
 @settings(deadline=None, max_examples=100)
 @given(wide_rows, st.integers(1, 8), st.integers(1, 8))
 def test_equal_waste_keeps_its_level(lengths: list[int], groups: int, quarters: int):
@@ -146,9 +163,26 @@ def test_walk_fills_the_level_that_is_wasted_least():
     assert walk(row, [10, 7], 1, by_ratio=False).tolist() == [2, 2]
     assert walk(row, [7, 10], 1, by_ratio=True).tolist() == [2, 2]
     assert walk(row, [10, 5], 1, by_ratio=False) is None
-    # absolute: 4 of level 12 wastes 0, of level 5 wastes 1; a tie goes to the earlier slot
     assert walk(make_row([4, 1, 1, 1]), [5, 4], 1, by_ratio=False).tolist() == [1, 3]
-    assert walk(make_row([4, 1, 1, 1]), [4, 4], 1, by_ratio=False).tolist() == [1, 3]
+    # two of 4 waste nothing of 8, nor does one of 4; the tie goes to the earlier slot
+    assert walk(make_row([4, 4, 2, 2]), [8, 4], 1, by_ratio=False).tolist() == [2, 2]
+    assert walk(make_row([4, 4, 2, 2]), [4, 8], 1, by_ratio=False) is None
+    # three of 9 leave 3 of 30, one leaves 2 of 11: less in part, more in number
+    assert walk(make_row([9, 9, 9, 5]), [30, 11], 1, by_ratio=True).tolist() == [3, 1]
+    assert walk(make_row([9, 9, 9, 5]), [30, 11], 1, by_ratio=False).tolist() == [1, 3]
+
+
+@settings(deadline=None, max_examples=100)
+@given(wide_rows, st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_walk_over_equal_levels_is_exact(lengths: list[int], dp_size: int, slots: int, by_ratio: bool):
+    groups = dp_size * slots
+    if len(lengths) < groups:
+        lengths = lengths * groups
+    row = make_row(lengths)
+    counts = np.full(groups, SENTINEL, np.int64)
+    level = int(spec.min_max(row.f, row.inverse, row.most, groups, counts))
+    assert walk(row, [level] * slots, dp_size, by_ratio).tolist() == counts.tolist()
+    assert walk(row, [level - 1] * slots, dp_size, by_ratio) is None
 
 
 @settings(deadline=None, max_examples=200)
