@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -31,6 +32,20 @@ examples:
   wc -w texts/*.txt | awk '$2 != "total" {print $1}' | gpusampler report --dp-size 2 --batch-size 64
   gpusampler report --trace alpaca_eval_rollouts --dp-size 8 --grad-accum 4 --batch-size 512
 """
+
+
+_OPTIONS = {
+    "effective_batch_size": "--batch-size",
+    "dp_size": "--dp-size",
+    "grad_accum": "--grad-accum",
+    "max_tokens": "--max-tokens",
+    "max_steps": "--steps",
+    "num_steps": "--steps",
+    "world_size": "--world-size",
+    "oversize='alone'": "--oversize alone",
+    "with drop_last=True": "without --keep-last",
+}
+"""What the command line calls the parameters that errors name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     except ParameterError as error:
-        print(f"gpusampler: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"gpusampler: error: {_in_options(str(error))}", file=sys.stderr)
         return 2
     except ChildProcessError as error:
         print(f"gpusampler: error: {error}", file=sys.stderr)
@@ -222,6 +237,13 @@ def _cost(arguments: argparse.Namespace) -> CostModel:
     return CostModel.from_config(config, intercept=arguments.intercept)
 
 
+def _in_options(message: str) -> str:
+    for name, option in _OPTIONS.items():
+        # not inside a file's name
+        message = re.sub(rf"(?<![\w./'-]){name}(?![\w./-])", option, message)
+    return " ".join(message.split())
+
+
 def _show_warning(
     message: Warning | str,
     category: type[Warning],
@@ -230,7 +252,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"gpusampler: warning: {message}", file=sys.stderr)
+    print(f"gpusampler: warning: {_in_options(str(message))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

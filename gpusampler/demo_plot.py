@@ -50,7 +50,7 @@ def _plot_steps(axes: Any, result: DemoResult) -> None:
         axes.step(np.arange(1, len(values) + 1) / len(values), values, where="post", label=run.name, color=shade,
                   linewidth=2.2 if run is result.runs[-1] else 1.4)  # fmt: skip
     axes.set_ylim(0)
-    axes.set_xlabel("share of steps")
+    axes.set_xlabel("share of steps, fastest first")
     axes.set_ylabel("seconds a step")
     axes.set_title("Measured step times")
     axes.legend(frameon=False, fontsize="small")

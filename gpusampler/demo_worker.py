@@ -212,6 +212,8 @@ def choose_steps(settings: DemoSettings, cost: CostModel, unit: float) -> int:
 def train(settings: DemoSettings) -> dict[str, Any]:
     """Train with each strategy in turns; returns what the output file holds."""
     rank = dist.get_rank()
+    if rank == 0:
+        print("fitting the cost model to this machine", file=sys.stderr, flush=True)
     cost, unit = calibrate(settings)
     steps = torch.tensor(choose_steps(settings, cost, unit) if rank == 0 else 0, device=settings.device)
     dist.broadcast(steps, 0)

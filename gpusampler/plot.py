@@ -115,7 +115,7 @@ def _plot_spread(axes: Any, report: Report) -> None:
     axes.set_yscale("log")
     axes.set_ylim(0.97, 1.1 * highest)
     plain_ticks(axes.yaxis, [1, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2] if highest < 2 else [1, 1.5, 2, 3, 5, 10, 20, 50])
-    axes.set_xlabel("share of steps")
+    axes.set_xlabel("share of steps, lowest first")
     axes.set_ylabel("step cost over its lower bound")
     axes.set_title("How even the steps are")
     axes.legend(frameon=False, fontsize="small")

@@ -194,7 +194,6 @@ def report_sampler(
     reports: list[StrategyReport] = []
     with tqdm(total=sum(len(some) for _, some in todo), unit=" steps", disable=hide) as bar:
         for strategy, some in todo:
-            bar.set_description(strategy.name)
             reports.append(_evaluate(strategy, some, bar, reports[0] if reports else None))
     rows = _cap_rows(sampler, steps)
     return Report(
@@ -236,7 +235,9 @@ def _blocks(steps: Indices, composition: Composition) -> Iterator[Indices]:
 def _evaluate(strategy: Strategy, steps: Indices, bar: Any, ours: StrategyReport | None) -> StrategyReport:
     """Plan and evaluate some steps; `ours` is the same of gpusampler, if this is another strategy."""
     sampler = strategy.sampler
+    bar.set_description("compiling" if ours is None else strategy.name)
     strategy.plan(steps[:1])  # compiles what is compiled on first use
+    bar.set_description(strategy.name)
     seconds, parts = 0.0, []
     for block in _blocks(steps, sampler.composition):
         start = perf_counter()

@@ -108,7 +108,7 @@ def test_report_picture(file, tmp_path, capsys):
 
 def test_oversize_alone_warns_in_one_line(file, capsys):
     options = ["report", file, *SHAPE, "--max-tokens", "490"]
-    assert "max_tokens=490 is below lengths[" in fails(capsys, *options)
+    assert "--max-tokens=490 is below lengths[" in fails(capsys, *options)
 
 
 @pytest.mark.filterwarnings("default")
@@ -118,7 +118,7 @@ def test_oversize_alone(tmp_path, capsys):
     options = ["report", str(path), *SHAPE, "--max-tokens", "50", "--oversize", "alone"]
     assert main(options) == 0
     err = capsys.readouterr().err
-    assert err.startswith("gpusampler: warning: 1 samples are longer than max_tokens=50")
+    assert err.startswith("gpusampler: warning: 1 samples are longer than --max-tokens=50")
     assert "File" not in err
 
 
@@ -129,16 +129,16 @@ def test_oversize_alone(tmp_path, capsys):
         (["--batch-size", "forty"], "argument --batch-size: invalid int value: 'forty'"),
         (
             ["--batch-size", "4", *SHAPE[:4]],
-            "at least dp_size * grad_accum = 4 * 2 = 8, got 4",
+            "--batch-size must be at least --dp-size * --grad-accum = 4 * 2 = 8, got 4",
         ),
-        ([*SHAPE, "--dp-size", "0"], "dp_size must be at least 1, got 0"),
-        ([*SHAPE, "--steps", "0"], "max_steps must be at least 1, got 0"),
+        ([*SHAPE, "--dp-size", "0"], "--dp-size must be at least 1, got 0"),
+        ([*SHAPE, "--steps", "0"], "--steps must be at least 1, got 0"),
         ([*SHAPE, "--epoch", "-1"], "epoch must be at least 0, got -1"),
-        ([*SHAPE, "--batch-size", "500"], "at least effective_batch_size = 500 samples"),
+        ([*SHAPE, "--batch-size", "500"], "at least --batch-size = 500 samples without --keep-last"),
         ([*SHAPE, "--alpha", "nan"], "alpha must be finite, got nan"),
         ([*SHAPE, "--alpha", "1", "--config", "x"], "not allowed with argument --alpha"),
         ([*SHAPE, "--config", "/no/config.json"], "config '/no/config.json' cannot be read"),
-        ([*SHAPE, "--max-tokens", "500"], "max_tokens=500 cannot be met in step 0 of epoch 0"),
+        ([*SHAPE, "--max-tokens", "500"], "--max-tokens=500 cannot be met in step 0 of epoch 0"),
         ([*SHAPE, "--column", "size"], "one array without columns"),
         ([*SHAPE, "--plot", "report.doc"], "plot must end in one of"),
         ([*SHAPE, "--sync", "never"], "argument --sync: invalid choice: 'never'"),
@@ -162,12 +162,13 @@ def test_L29_bad_lengths_are_one_line(tmp_path, capsys, content, message):
 
 def test_other_mistakes(tmp_path, capsys, monkeypatch):
     assert "no such file: nowhere.npy" in fails(capsys, "report", "nowhere.npy", *SHAPE)
+    assert "no such file: max_tokens.npy" in fails(capsys, "report", "max_tokens.npy", *SHAPE)
     assert "required: COMMAND" in fails(capsys)
     assert "invalid choice: 'rapport'" in fails(capsys, "rapport")
-    assert "world_size must be at least 1, got 0" in fails(
+    assert "--world-size must be at least 1, got 0" in fails(
         capsys, "demo", "--world-size", "0", "--output", str(tmp_path)
     )
-    assert "num_steps must be at least 1, got 0" in fails(capsys, "demo", "--steps", "0", "--output", str(tmp_path))
+    assert "--steps must be at least 1, got 0" in fails(capsys, "demo", "--steps", "0", "--output", str(tmp_path))
     occupied = tmp_path / "file"
     occupied.write_text("")
     assert "cannot be made" in fails(capsys, "demo", "--output", str(occupied))
