@@ -56,7 +56,7 @@ def compile_variant(variant: Variant, chip: int) -> tuple[Stats, str]:
     source = ASTSource(variant.function, variant.signature, variant.constants)
     options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
-    usage, code = _read_cubin(compiled.asm["cubin"])
+    usage, code = read_cubin(compiled.asm["cubin"])
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", code, re.M))
     figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     stats = Stats(
@@ -74,7 +74,8 @@ def compile_variant(variant: Variant, chip: int) -> tuple[Stats, str]:
     return stats, compiled.asm["ptx"]
 
 
-def _read_cubin(cubin: bytes) -> tuple[str, str]:
+def read_cubin(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and disassembly of a cubin."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -99,8 +100,9 @@ def faults(stats: Stats, ptx: str) -> list[str]:
     return found + sorted({f"float operation {name}" for name in FORBIDDEN.findall(ptx)})
 
 
-def _measure(chip: int, variant: Variant) -> tuple[Stats, list[str]]:
-    stats, ptx = compile_variant(variant, chip)
+def _measure(chip: int, number: int) -> tuple[Stats, list[str]]:
+    """Compile the variant of this number: kernels themselves cannot be sent to another process."""
+    stats, ptx = compile_variant(list(variants(chip))[number], chip)
     return stats, faults(stats, ptx)
 
 
@@ -108,7 +110,7 @@ def measure(chips: Iterable[int] = CHIPS, processes: int = 2) -> Iterator[tuple[
     """Figures and faults of every variant on every chip, in the order of the table."""
     with ProcessPoolExecutor(processes) as pool:
         for chip in chips:
-            yield from pool.map(partial(_measure, chip), variants(chip), chunksize=4)
+            yield from pool.map(partial(_measure, chip), range(len(list(variants(chip)))), chunksize=4)
 
 
 def read_table(path: Path = TABLE) -> tuple[str, list[Stats]]:

@@ -3,7 +3,7 @@
 By cost, D a slot, the costliest slot first; in a slot the dearest group goes to the rank with least so far. Groups of cost
 [7, 5, 5, 3, 2, 1] on two ranks in three slots:
 
-    slots [0, 1], [2, 1] -> EXAMPLE
+    place [0, 1, 3, 2, 4, 5], rank totals 12 and 11
 
 Ties: the earlier group counts as dearer, the smaller rank as lighter. For ranks that meet once a step, `_even_kernel` then
 makes the exchanges of `spec.swap_ranks`, each the best there is (first of equals, by slot of the heavy rank and place of

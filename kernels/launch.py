@@ -71,13 +71,13 @@ COPY = Shape(128, 1)
 
 
 def group_shape(groups: int) -> Shape:
-    """Shape of the kernels that hold all groups of a row.
+    """Shape of the kernels that hold all groups of a row; the largest would spill with 64 registers a thread.
 
     Example:
         >>> group_shape(64), group_shape(1024)
         (Shape(block=64, num_warps=4), Shape(block=1024, num_warps=16))
     """
-    block, num_warps = _shape(groups, 1 if groups <= 256 else 2, 32)
+    block, num_warps = _shape(groups, 1 if groups <= 256 else 2, 16 if groups > 2048 else 32)
     return Shape(block, max(4, num_warps))
 
 
