@@ -67,18 +67,24 @@ class _Batches(Sampler[list[int]]):
         self._trainer = trainer
 
     def __len__(self) -> int:
+        if self._trainer.training or self._trainer.predicting:  # Lightning asks before it iterates
+            self._follow()
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._follow()
+        if self._trainer.training:
+            self.batch_sampler.set_epoch(self._trainer.current_epoch)
+        return iter(self.batch_sampler)
+
+    def _follow(self) -> None:
         sampler, trainer = self.batch_sampler, self._trainer
         place = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         take_place(sampler, place["num_replicas"], place["rank"], 1, "Lightning")
         if trainer.training:
             self.check_accumulation()
-            sampler.set_epoch(trainer.current_epoch)
         elif trainer.predicting and sampler.drop_last:
             raise ParameterError("drop_last=True would leave samples without a prediction; give drop_last=False")
-        return iter(sampler)
 
     def check_accumulation(self) -> None:
         steps, slots = self._trainer.accumulate_grad_batches, self.batch_sampler.grad_accum

@@ -81,12 +81,14 @@ def flat_gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def launch(script: str, folder: Path, *arguments: str, world: int = 2, timeout: int = 240) -> list[dict[str, Any]]:
-    """Run a script of this folder under torchrun; what each rank wrote."""
+def launch(
+    script: str, folder: Path, *arguments: str, world: int = 2, timeout: int = 240, answers: bool = True
+) -> list[dict[str, Any]]:
+    """Run a script of this folder under torchrun; what each rank wrote with `answer`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     command += [str(HERE / script), str(folder), *arguments]
     run_script(command, timeout)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world if answers else 0)]
 
 
 def run_script(command: list[str], timeout: int = 240) -> str:
