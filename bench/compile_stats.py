@@ -3,9 +3,9 @@
     python -m bench.compile_stats            compare with the committed table; exit 1 on a difference
     python -m bench.compile_stats --write    write the table
 
-A row is a kernel at block sizes that the launcher can produce, on one chip: registers a thread, stack and spills, shared
-memory, instructions, and bytes of code, read from the cubin with the tools that come in Triton's wheel. The table holds for
-one version of Triton, named in its first line.
+A row is a kernel at block sizes that the launcher can produce, on one chip: registers a thread, stack and spills,
+shared memory, instructions, and bytes of code, read from the cubin with the tools that come in Triton's wheel. The
+table holds for one version of Triton, named in its first line.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Times of the kernels on a GPU that is not there, from the compiled code. Estimates: nothing here was measured.
 
 Latency of one row: the instructions of a kernel's hot loop, each at the cycles below as if all waited for one another,
-times the steps that a plan takes, plus the rest of the kernel once, plus a launch in a CUDA graph. Throughput of many rows:
-instructions issued by all warps, at half of the peak rate of an H200. Both leave out memory beyond the first-level cache: a
-row of 4096 samples is 115 KB.
+times the steps that a plan takes, plus the rest of the kernel once, plus a launch in a CUDA graph. Throughput of many
+rows: instructions issued by all warps, at half of the peak rate of an H200. Both leave out memory beyond the
+first-level cache: a row of 4096 samples is 115 KB.
 """
 
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.compile_stats import read_cubin

@@ -1,9 +1,10 @@
-"""Kernels: times of the planner on the GPU beside `torch.sort`, the CPU engine and the targets, after a check of its plans.
+"""Kernels: times of the planner on the GPU beside `torch.sort`, the CPU engine and the targets, after a check of its
+plans.
 
-With a GPU: the plans of every shape are compared with the specification's bit for bit, then the pipeline is timed eagerly
-and as a replayed CUDA graph, with host synchronisations forbidden, each kernel by the profiler, launches counted, and bytes
-moved set against the memory's rate. Without one: the CPU engine is timed, the kernels' times are estimated from the
-compiled code (`bench.estimate`), labelled so, and what was left out is said.
+With a GPU: the plans of every shape are compared with the specification's bit for bit, then the pipeline is timed
+eagerly and as a replayed CUDA graph, with host synchronisations forbidden, each kernel by the profiler, launches
+counted, and bytes moved set against the memory's rate. Without one: the CPU engine is timed, the kernels' times are
+estimated from the compiled code (`bench.estimate`), labelled so, and what was left out is said.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from bench.estimate import estimate
 from bench.record import RESULTS, Record
 from gpusampler.kernels import spec
 
-SHAPES = ((1, 256, 8, 1), (1, 1024, 64, 1), (1, 1024, 16, 4), (1, 4096, 64, 4), (2441, 4096, 64, 1), (2441, 4096, 16, 4))
+SHAPES = (
+    (1, 256, 8, 1),
+    (1, 1024, 64, 1),
+    (1, 1024, 16, 4),
+    (1, 4096, 64, 4),
+    (2441, 4096, 64, 1),
+    (2441, 4096, 16, 4),
+)
 """Rows W, samples B, ranks D, slots G."""
-TARGETS_MICROSECONDS = {(1, 1024, 64, 1): 60.0, (1, 1024, 16, 4): 250.0, (2441, 4096, 64, 1): 50e3, (2441, 4096, 16, 4): 50e3}
+TARGETS_MICROSECONDS = {
+    (1, 1024, 64, 1): 60.0,
+    (1, 1024, 16, 4): 250.0,
+    (2441, 4096, 64, 1): 50e3,
+    (2441, 4096, 16, 4): 50e3,
+}
 MEMORY_BYTES_A_MICROSECOND = 4.3e6
 _REPEATS = 20
 _CPU_ROWS = 3
@@ -76,7 +89,7 @@ def _gpu_microseconds(run: Callable[[], object]) -> float:
 
 
 def _moved_bytes(rows: int, size: int, groups: int) -> int:
-    """Least bytes that the steps read and write: lengths and order thrice, five columns of costs twice, the plan once."""
+    """Least bytes that the steps read and write: lengths and order thrice, costs twice, the plan once."""
     return rows * (size * (8 + 3 * 4 + 2 * (4 + 8 + 8 + 8 + 4) + 4) + groups * 40)
 
 
@@ -160,7 +173,9 @@ def _with_gpu(record: Record, shapes: tuple[tuple[int, int, int, int], ...]) -> 
         )
         if shape in TARGETS_MICROSECONDS:
             limit = TARGETS_MICROSECONDS[shape]
-            reached &= record.target(f"{shape} within {limit:.0f} us", figures["graph"] <= limit, f"{figures['graph']:.0f}")
+            reached &= record.target(
+                f"{shape} within {limit:.0f} us", figures["graph"] <= limit, f"{figures['graph']:.0f}"
+            )
     record.say("", "Microseconds. Plans were compared with the specification's first; no host synchronisation.")
     header = ["W x B x D x G", "graph", "eager", "memory limit", "torch.sort alone", "CPU engine", "launches", "cold s"]
     record.table(header, rows)
@@ -189,7 +204,9 @@ def _without_gpu(record: Record, shapes: tuple[tuple[int, int, int, int], ...]) 
                 str(sum(kernel.launches for kernel in kernels)),
                 f"{_moved_bytes(count, size, dp_size * slots) / MEMORY_BYTES_A_MICROSECOND:.1f}",
                 f"{_cpu_microseconds(*shape):.0f}",
-                ", ".join(f"{kernel.kernel} {kernel.microseconds:.0f}" for kernel in kernels if kernel.microseconds > 5),
+                ", ".join(
+                    f"{kernel.kernel} {kernel.microseconds:.0f}" for kernel in kernels if kernel.microseconds > 5
+                ),
             ]
         )
     header = ["W x B x D x G", "ESTIMATE us", "target us", "launches", "memory limit us", "CPU engine us", "of one row"]

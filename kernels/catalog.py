@@ -10,7 +10,20 @@ from typing import Any, NamedTuple
 from gpusampler.kernels import costs, deal, emit, improve, launch, search, shuffle, sort, spec, waste
 
 _FLOATS = {"inverse_ptr", "custom_ptr", "costs_ptr", "bounds_ptr"}
-_INTS = {"order_ptr", "sorted_ptr", "most_ptr", "shift_ptr", "counts_ptr", "usable_ptr", "fits_ptr", "walked_ptr", "place_ptr", "offsets_ptr", "starts_ptr", "by_length_ptr"}
+_INTS = {
+    "order_ptr",
+    "sorted_ptr",
+    "most_ptr",
+    "shift_ptr",
+    "counts_ptr",
+    "usable_ptr",
+    "fits_ptr",
+    "walked_ptr",
+    "place_ptr",
+    "offsets_ptr",
+    "starts_ptr",
+    "by_length_ptr",
+}
 
 
 class Variant(NamedTuple):
@@ -56,7 +69,9 @@ def _powers(most: int) -> list[int]:
 
 def variants(chip: int) -> Iterator[Variant]:
     """All variants for a chip of compute capability `chip`, 90 for 9.0, each once."""
-    yield _variant(shuffle._shuffle_kernel, launch.SHUFFLE.num_warps, ROUND_KEYS=spec.ROUND_KEYS, BLOCK=launch.SHUFFLE.block)
+    yield _variant(
+        shuffle._shuffle_kernel, launch.SHUFFLE.num_warps, ROUND_KEYS=spec.ROUND_KEYS, BLOCK=launch.SHUFFLE.block
+    )
     sorts = {launch.sort_shape(size, launch.SHARED_BYTES[chip]) for size in _powers(launch.MAX_SORT)}
     for lengths in ("i32", "i64"):
         for shape in sorted(shape for shape in sorts if shape is not None):

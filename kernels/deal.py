@@ -1,20 +1,19 @@
 """Groups to slots and ranks: `spec.deal_microbatch`, and `spec.deal_step` for ranks that meet once a step.
 
-By cost, D a slot, the costliest slot first; in a slot the dearest group goes to the rank with least so far. Groups of cost
-[7, 5, 5, 3, 2, 1] on two ranks in three slots:
+By cost, D a slot, the costliest slot first; in a slot the dearest group goes to the rank with least so far. Groups of
+cost [7, 5, 5, 3, 2, 1] on two ranks in three slots:
 
     place [0, 1, 3, 2, 4, 5], rank totals 12 and 11
 
-Ties: the earlier group counts as dearer, the smaller rank as lighter. For ranks that meet once a step, `_even_kernel` then
-makes the exchanges of `spec.swap_ranks`, each the best there is (first of equals, by slot of the heavy rank and place of
-the other), and orders every rank's groups costliest first.
+Ties: the earlier group counts as dearer, the smaller rank as lighter. For ranks that meet once a step, `_even_kernel`
+then makes the exchanges of `spec.swap_ranks`, each the best there is (first of equals, by slot of the heavy rank and
+place of the other), and orders every rank's groups costliest first.
 
 One program a row and partition, all groups in registers: sorting K pairs, then D pairs a slot; an exchange compares K
 groups with each of the heavy rank's. Limits: K <= 4096.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from gpusampler.kernels import launch, spec

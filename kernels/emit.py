@@ -4,15 +4,14 @@ Sizes [2, 1, 3] of the groups of a sorted row [4, 0, 5, 1, 2, 3] and places [2, 
 
     order [1, 2, 3, 4, 0, 5] and offsets [0, 3, 5, 6]
 
-`_places_kernel`, one program a row, takes the dealt partition of least step cost, the first of equals, and writes all that
-is one number a group; `_copy_kernel`, one program a group, copies its positions. O(K) and O(B). Rows that do not fit under
-the cap are left alone.
+`_places_kernel`, one program a row, takes the dealt partition of least step cost, the first of equals, and writes all
+that is one number a group; `_copy_kernel`, one program a group, copies its positions. O(K) and O(B). Rows that do not
+fit under the cap are left alone.
 """
 
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from gpusampler.kernels import launch
@@ -95,9 +94,7 @@ def _places_kernel(
 
 
 @kernel
-def _copy_kernel(
-    by_length_ptr, starts_ptr, offsets_ptr, status_ptr, order_ptr, size: tl.int32, BLOCK: tl.constexpr
-):
+def _copy_kernel(by_length_ptr, starts_ptr, offsets_ptr, status_ptr, order_ptr, size: tl.int32, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     place = tl.program_id(1)

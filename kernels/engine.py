@@ -6,7 +6,7 @@ makes the tables. The plan of a row is that of `spec`, bit for bit.
 """
 
 import contextlib
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ def _too_many(dp_size: int, slots: int) -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """`spec.TARGETS`, and both lists of waste caps in one, on a device."""
     caps = np.concatenate([spec.WASTE_CAPS, spec.STEP_WASTE_CAPS])
@@ -58,9 +58,12 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shared_bytes(device: torch.device) -> int:
+    """Shared memory of a program; for a chip that is not in the table, the least there is."""
+    known = launch.SHARED_BYTES
     if device.type != "cuda":
-        return max(launch.SHARED_BYTES.values())
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+        return max(known.values())
+    major, minor = torch.cuda.get_device_capability(device)
+    return known.get(10 * major + minor, min(known.values()))
 
 
 def plan_rows(
@@ -76,8 +79,8 @@ def plan_rows(
     """Plan each row of `lengths` on its own, without waiting for the device.
 
     Args:
-        lengths: int32 or int64 [W, B] in [1, 2**31), B at least `dp_size * slots`; on a CUDA device, or on the CPU under
-            `TRITON_INTERPRET=1`.
+        lengths: int32 or int64 [W, B] in [1, 2**31), B at least `dp_size * slots`; on a CUDA device, or on the CPU
+            under `TRITON_INTERPRET=1`.
         custom: float64 [W, B], the cost of each sample, not falling with its length, or None for
             `length + alpha * length**2`.
         alphas: int64 [spec.MAX_SHIFT + 1], alpha times 2**shift, rounded.
@@ -89,8 +92,8 @@ def plan_rows(
 
     Returns:
         order int32 [W, B], offsets int32 [W, K + 1], costs float64 [W, G, D], tokens int64 [W, G, D], bounds
-        float64 [W, 2] and status int64 [W] of `spec.plan_rows`, on the device of `lengths`. The other tensors hold nothing
-        of use in a row whose status is not `spec.OK`.
+        float64 [W, 2] and status int64 [W] of `spec.plan_rows`, on the device of `lengths`. The other tensors hold
+        nothing of use in a row whose status is not `spec.OK`.
 
     Raises:
         ParameterError: if the kernels cannot plan there (`obstacle`).

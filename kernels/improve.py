@@ -1,9 +1,9 @@
 """Rounds of candidates that lower the summed levels of the slots of a plan.
 
 A level is the largest group cost of a slot once the groups are dealt by cost. A round walks every candidate vector of
-levels at every target side by side, a lane each (`spec.propose`, `spec.walk_slots`), then takes what the sequential rule of
-`spec.improve` would: in order, a candidate that fits at the smallest target not yet reached is tried at the next. For
-three candidates and three targets that fit as
+levels at every target side by side, a lane each (`spec.propose`, `spec.walk_slots`), then takes what the sequential
+rule of `spec.improve` would: in order, a candidate that fits at the smallest target not yet reached is tried at the
+next. For three candidates and three targets that fit as
 
     candidate 0: [1, 0, 1]    candidate 1: [1, 1, 0]    candidate 2: [0, 0, 1]
 
@@ -11,8 +11,8 @@ candidate 0 reaches target 0, candidate 1 target 1, candidate 2 target 2, and wi
 
 Three kernels. `_start_kernel` picks the first of the partitions it is given whose levels sum to least. Per round,
 `_walk_kernel` walks LANES lanes a program over K groups and writes whether each fits and its group sizes, and
-`_settle_kernel` picks the winner and sorts its costs into levels. All state is in memory, so that a round is two launches.
-Limits: slots <= 256, K <= 8192.
+`_settle_kernel` picks the winner and sorts its costs into levels. All state is in memory, so that a round is two
+launches. Limits: slots <= 256, K <= 4096.
 """
 
 import torch
@@ -46,7 +46,10 @@ def _fraction(value, ratio):
 
 @triton.jit
 def _propose(step, step_size, candidate, slot, slots, num_lowered, best, total, target, longest):
-    """`spec.propose`: levels [LANES, SLOTS], 0 from `slots` on. `best` is [1, SLOTS], `candidate` and `target` [LANES, 1]."""
+    """`spec.propose`: levels [LANES, SLOTS], 0 from `slots` on.
+
+    `best` is [1, SLOTS]; `candidate` and `target` are [LANES, 1].
+    """
     zero = tl.zeros_like(slot)
     cut = total - target
     lowered = tl.where(slot == candidate, tl.maximum(best - cut, 1), best)

@@ -1,7 +1,7 @@
 """Launch shapes of the kernels: block sizes and warps from the sizes of a problem, and nothing else.
 
-Fixed rather than tuned: a tuned choice would differ between ranks and stall the first steps. All are powers of two, with
-a floor, so that few variants are compiled. No result depends on any of them.
+Fixed rather than tuned: a tuned choice would differ between ranks and stall the first steps. All are powers of two,
+with a floor, so that few variants are compiled. No result depends on any of them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WalkShape(NamedTuple):
 
 
 def walk_shape(slots: int, interpreted: bool = False) -> WalkShape:
-    """Shape of the walk of candidates: a slot of a candidate a thread, 256 threads; more where a program is interpreted.
+    """Shape of the walk of candidates: a slot of a candidate a thread, 256 threads; more if interpreted.
 
     Example:
         >>> walk_shape(4), walk_shape(6)

@@ -4,14 +4,16 @@ For costs [5, 4, 4, 3, 1, 1] two groups need a level of 15, sizes [3, 3]: costs 
 
     min-max of [5, 4, 4, 3, 1, 1] in 3 groups -> 9 with sizes [1, 2, 3]
 
-A turn probes PROBES levels side by side: each lane walks K groups, as many samples in each as its level holds, and learns
-two numbers beside whether the row fits. A lane that fits knows the largest cost its groups reached, a level that also
-fits. A lane that does not fit knows the least level at which one of its groups would hold one more; below it nothing
-changes. So the interval closes on the answer after a few turns, long before its width is one (Pinar and Aykanat, "Fast
-optimal load balancing algorithms for 1D partitioning", 2004). The answer is unique, so it is that of `spec.min_max`. The
-first turn spaces its levels by the cube, since the answer lies near the lower end; later ones evenly.
+A turn probes PROBES levels side by side: each lane walks K groups, as many samples in each as its level holds, and
+learns two numbers beside whether the row fits. A lane that fits knows the largest cost its groups reached, a level that
+also fits. A lane that does not fit knows the least level at which one of its groups would hold one more; below it
+nothing changes. So the interval closes on the answer after a few turns, long before its width is one (Pinar and
+Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004). The answer is unique, so it is that of
+`spec.min_max`. The first turn spaces its levels by the cube, since the answer lies near the lower end; later ones
+evenly.
 
-K dependent steps a turn and for the last walk. Where the cap forbids K groups, `status` gets the least number it allows.
+K dependent steps a turn and for the last walk. Where the cap forbids K groups, `status` gets the least number it
+allows.
 """
 
 import torch
@@ -27,7 +29,7 @@ _HUGE: tl.constexpr = tl.constexpr(2**62)
 
 @triton.jit
 def quotient(level, scaled, cost, inverse):
-    """`level // cost` and the remainder, exactly; `scaled` is `level` as float64. The estimate is off by one at most."""
+    """`level // cost` and the remainder, exactly; `scaled` is `level` as float64. The estimate errs by one at most."""
     count = (scaled * inverse).to(tl.int64)
     rest = level - count * cost
     below = rest < 0

@@ -1,12 +1,12 @@
 """The keyed bijection of [0, size) that shuffles a dataset, on the GPU: any part of an epoch's order alone.
 
-A Feistel network over the two halves of the least number of bits, at least 8, that covers `size`; a place outside is sent
-through again until it falls inside (`spec.shuffle` says why). Place 0..4 of an epoch of 10 under seed 42 hold:
+A Feistel network over the two halves of the least number of bits, at least 8, that covers `size`; a place outside is
+sent through again until it falls inside (`spec.shuffle` says why). Place 0..4 of an epoch of 10 under seed 42 hold:
 
     shuffle_places(0, 5, spec.round_keys(42, 0), 10, "cuda") -> [4, 2, 9, 3, 0]
 
-A lane computes a place, in about 2**bits / size passes, at most 4; a program waits for its slowest lane. Each half has at
-most 32 bits, so that the rounds are 32-bit arithmetic. Limits: size < 2**62.
+A lane computes a place, in about 2**bits / size passes, at most 4; a program waits for its slowest lane. Each half has
+at most 32 bits, so that the rounds are 32-bit arithmetic. Limits: size < 2**62.
 """
 
 import numpy as np
@@ -58,9 +58,7 @@ def _shuffle_kernel(
     tl.store(out_ptr + at, x, mask=inside)
 
 
-def shuffle_places(
-    start: int, count: int, keys: np.ndarray, size: int, device: torch.device | str
-) -> torch.Tensor:
+def shuffle_places(start: int, count: int, keys: np.ndarray, size: int, device: torch.device | str) -> torch.Tensor:
     """Shuffled samples at the places `start`, ..., `start + count - 1` of an epoch of `size` samples.
 
     Args:

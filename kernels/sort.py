@@ -2,11 +2,11 @@
 
     [3, 1, 4, 1, 5, 9, 2, 6, 5] -> [5, 7, 4, 8, 2, 0, 6, 1, 3]
 
-A key is (2**31 - 1 - length) << 31 | position: keys differ, so that any sort gives the stable order. One program sorts a
-row by a bitonic network whose stages are a loop, an element's partner fetched by `tl.gather`: 100 to 350 instructions,
-where the unrolled `tl.sort` of 4096 keys is 3000 to 11000 and takes 6 to 40 s to compile. Rows that do not fit one
-program go to `torch.sort`, with the same result. O(log(B)**2) steps of B / threads exchanges. Limits: lengths in
-[0, 2**31), rows below 2**31.
+A key is (2**31 - 1 - length) << 31 | position: keys differ, so that any sort gives the stable order. One program sorts
+a row by a bitonic network whose stages are a loop, an element's partner fetched by `tl.gather`: 100 to 350
+instructions, where the unrolled `tl.sort` of 4096 keys is 3000 to 11000 and takes 6 to 40 s to compile. Rows that do
+not fit one program go to `torch.sort`, with the same result. O(log(B)**2) steps of B / threads exchanges. Limits:
+lengths in [0, 2**31), rows below 2**31.
 """
 
 import torch

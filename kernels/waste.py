@@ -6,10 +6,10 @@ three groups whose cost is not bounded:
     sizes [2, 2, 2], wastes [1, 1, 0]
 
 Two kernels. `_limit_kernel` lowers the number of samples a group may hold so that no group peaks far above the min-max
-partition (`spec.limit_peak`). `_waste_kernel` finds the bound of waste by the bisection of `spec.equal_waste`, to 12 bits.
-Whether a bound is enough is monotone in it, so the midpoints that a bisection would meet, in whatever way it turned, form a
-tree; a turn walks the nodes of its first seven levels side by side, and ends in the same interval. A group's size is found
-digit by digit in base 16: waste grows with the size. K * log16(B) dependent steps a turn.
+partition (`spec.limit_peak`). `_waste_kernel` finds the bound of waste by the bisection of `spec.equal_waste`, to 12
+bits. Whether a bound is enough is monotone in it, so the midpoints that a bisection would meet, in whatever way it
+turned, form a tree; a turn walks the nodes of its first seven levels side by side, and ends in the same interval. A
+group's size is found digit by digit in base 16: waste grows with the size. K * log16(B) dependent steps a turn.
 """
 
 import torch

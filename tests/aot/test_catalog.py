@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from gpusampler.kernels import launch
-from gpusampler.kernels.catalog import variants
 
 from bench.compile_stats import CHIPS, FORBIDDEN, Stats, faults
+from gpusampler.kernels import launch
+from gpusampler.kernels.catalog import variants
 
 GOOD = Stats("sort_rows", "block=64 i32", 90, 2, 28, 0, 0, 1024, 100, 1600)
 

@@ -36,7 +36,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def patched_once() -> Iterator[None]:
-    """Patch `triton.language` once a launch, not again at each call of a helper: the same patches, a third of the time."""
+    """Patch `triton.language` once a launch, not again at each call of a helper: a third of the time."""
     if not INTERPRETED:
         yield
         return
@@ -59,7 +59,9 @@ def patched_once() -> Iterator[None]:
             pass
 
     def patch_once(function: Callable[..., object]) -> object:
-        modules = {id(value) for value in function.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)}
+        modules = {
+            id(value) for value in function.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)
+        }
         if modules <= set().union(*active):
             return Nothing()
         scope = patch(function)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from against_spec import SHARED_BYTES, alphas, few, giant, prepare, skewed
+
 from gpusampler.kernels import launch, spec
 from gpusampler.kernels.costs import Costs, scale_rows
 from gpusampler.kernels.sort import sort_rows

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from against_spec import SENTINEL, prepare
+
 from gpusampler.kernels import spec
 from gpusampler.kernels.costs import Costs
 from gpusampler.kernels.deal import deal
@@ -48,9 +49,9 @@ def test_the_example():
 
 
 @pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize("highest", [1, 4, 100, 2**61])
+@pytest.mark.parametrize("highest", [4, 2**61])
 @pytest.mark.parametrize(
-    ("dp_size", "slots"), [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4), (5, 3), (9, 7), (13, 5), (64, 1), (1, 65)]
+    ("dp_size", "slots"), [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4), (9, 7), (64, 1), (1, 65)]
 )
 def test_shapes(dp_size: int, slots: int, highest: int, per_step: bool):
     rng = np.random.default_rng(dp_size * 100 + slots)

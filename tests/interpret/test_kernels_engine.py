@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton.runtime.interpreter as interpreter
 from against_spec import Case, alphas, assert_same_plan, few, giant, plan_by_kernels, skewed
+
 from gpusampler.errors import ParameterError
 from gpusampler.kernels import engine, spec
 from gpusampler.kernels.shuffle import shuffle_places
@@ -63,11 +64,10 @@ def test_L54_the_kernels_refuse_what_they_cannot_do():
 
 
 def test_L54_cpu_tensors_without_the_interpreter():
-    code = (
-        "import torch; from gpusampler.kernels import engine; "
-        "print(engine.obstacle(torch.device('cpu'), 1, 1))"
+    code = "import torch; from gpusampler.kernels import engine; print(engine.obstacle(torch.device('cpu'), 1, 1))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env={}, capture_output=True, text=True, check=True, timeout=120
     )
-    shown = subprocess.run([sys.executable, "-c", code], env={}, capture_output=True, text=True, check=True, timeout=120)
     assert "TRITON_INTERPRET=1" in shown.stdout
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from against_spec import SENTINEL, few, giant, prepare, skewed
+
 from gpusampler.kernels import improve, launch, spec
 from gpusampler.kernels.jit import FLAGS
 from gpusampler.kernels.search import min_max

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from gpusampler.kernels import launch, spec
 from gpusampler.kernels.shuffle import shuffle_places
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from against_spec import SHARED_BYTES, few, giant, skewed
+
 from gpusampler.kernels import launch, spec
 from gpusampler.kernels.sort import sort_rows
 

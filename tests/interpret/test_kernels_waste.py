@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from against_spec import SENTINEL, few, giant, prepare, skewed
+
 from gpusampler.kernels import spec
 from gpusampler.kernels.search import min_max
 from gpusampler.kernels.waste import equal_waste, limit_peak
