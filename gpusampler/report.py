@@ -21,6 +21,7 @@ from gpusampler.compose import Composition, Indices
 from gpusampler.errors import check_int
 from gpusampler.evaluate import Floats, Ints, StepFigures, evaluate, join, tight_bounds
 from gpusampler.kernels.checks import gather
+from gpusampler.lengths import Lengths
 from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.strategies import Ours, Strategy, make_strategy, step_samples, unavailable
 
@@ -29,7 +30,7 @@ _PEER_SECONDS = 6.0  # estimated planning time that a slow peer may take
 _TIGHT_OPERATIONS = 5e8  # a second of the tighter bound, or so
 _MOST_TIGHT = 64
 _CAP_SAMPLES = 1 << 17
-_HISTOGRAM_SAMPLES = 1 << 18
+_MOST_LENGTHS = 1 << 22  # for quantiles and a histogram
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def report_sampler(
     Args:
         sampler: what to report on; its position does not change.
         max_steps: evaluate this many steps at most, a random sample that depends on seed and epoch.
-        peers: other strategies to evaluate beside it, see `gpusampler.strategies.STRATEGIES`.
+        peers: other strategies to evaluate before it, see `gpusampler.strategies.STRATEGIES`.
         caps: also plan with several values of `max_tokens`.
         progress: show a progress bar on standard error; None shows it on a terminal.
 
@@ -178,10 +179,12 @@ def report_sampler(
 
     Example:
         >>> report = GPUBatchRebalanceSampler(range(1, 1001), 100, dp_size=4).report()
-        >>> len(report.ours.figures), report.ours.figures.peak.max() < report.strategies[0].figures.peak.max()
-        (10, np.True_)
+        >>> random, ours = (int(each.figures.peak.max()) for each in report.strategies)
+        >>> len(report.ours.figures), ours < random
+        (10, True)
     """
     steps = _choose(sampler, check_int("max_steps", max_steps, minimum=1))
+    peers = [name for name in peers if name != Ours.name]
     left_out = unavailable(peers)
     todo: list[tuple[Strategy, Indices]] = [(Ours(sampler), steps)]
     for peer in [make_strategy(name, sampler) for name in peers if name not in left_out]:
@@ -189,21 +192,22 @@ def report_sampler(
         if seconds > _PEER_SECONDS:
             left_out[peer.name] = f"takes about {seconds:.0f} s to plan a step"
         else:
-            todo.append((peer, _thin(steps, int(_PEER_SECONDS / seconds) if seconds else len(steps))))
+            todo.append((peer, steps[_spread(len(steps), int(_PEER_SECONDS / seconds) if seconds else len(steps))]))
     hide = None if progress is None else not progress
     reports: list[StrategyReport] = []
     with tqdm(total=sum(len(some) for _, some in todo), unit=" steps", disable=hide) as bar:
         for strategy, some in todo:
             reports.append(_evaluate(strategy, some, bar, reports[0] if reports else None))
-    rows = _cap_rows(sampler, steps)
+    rows = _cap_rows(sampler, steps) if caps else np.empty((0, 0), np.int64)
+    sample = gather(sampler.lengths.values, _spread(len(sampler.lengths), _MOST_LENGTHS))
     return Report(
         settings=_settings(sampler),
-        lengths=_summary(sampler),
+        lengths=_summary(sampler.lengths, sample),
         strategies=[*reports[1:], reports[0]],
         left_out=left_out,
         caps=cap_costs(rows, sampler.lengths.maximum, sampler.partition) if caps else [],
         cap_steps=len(rows),
-        sample=gather(sampler.lengths.values, _thin(np.arange(len(sampler.lengths)), _HISTOGRAM_SAMPLES)),
+        sample=sample,
     )
 
 
@@ -216,10 +220,10 @@ def _choose(sampler: GPUBatchRebalanceSampler, count: int) -> Indices:
     return np.sort(np.random.default_rng(key).choice(composition.full_steps, count, replace=False))
 
 
-def _thin(items: Indices, count: int) -> Indices:
-    """At most `count` of the items, evenly spread."""
-    count = min(count, len(items))
-    return items[np.arange(count) * len(items) // count]
+def _spread(size: int, count: int) -> Indices:
+    """At most `count` places in [0, size), evenly spread."""
+    count = min(count, size)
+    return np.arange(count) * size // count
 
 
 def _blocks(steps: Indices, composition: Composition) -> Iterator[Indices]:
@@ -248,7 +252,7 @@ def _evaluate(strategy: Strategy, steps: Indices, bar: Any, ours: StrategyReport
     figures = join(parts)
     size = sampler.effective_batch_size
     operations = sampler.partition.groups * size * size.bit_length()
-    few = _thin(np.arange(len(steps)), max(1, min(_MOST_TIGHT, int(_TIGHT_OPERATIONS / operations))))
+    few = _spread(len(steps), max(1, min(_MOST_TIGHT, int(_TIGHT_OPERATIONS / operations))))
     tight = [tight_bounds(strategy.plan(steps[i : i + 1]), sampler.lengths, sampler.partition)[0] for i in few]
     reference = figures.cost if ours is None else ours.figures.cost[np.searchsorted(ours.steps, steps)]
     return StrategyReport(
@@ -264,7 +268,8 @@ def _evaluate(strategy: Strategy, steps: Indices, bar: Any, ours: StrategyReport
 def _cap_rows(sampler: GPUBatchRebalanceSampler, steps: Indices) -> Ints:
     """Lengths of some of the full steps, or of the tail where there is no full one."""
     full = steps[steps < sampler.composition.full_steps]
-    some = _thin(full if len(full) else steps, max(4, _CAP_SAMPLES // sampler.effective_batch_size))
+    full = full if len(full) else steps
+    some = full[_spread(len(full), max(4, _CAP_SAMPLES // sampler.effective_batch_size))]
     return gather(sampler.lengths.values, step_samples(sampler, some))
 
 
@@ -286,9 +291,8 @@ def _settings(sampler: GPUBatchRebalanceSampler) -> dict[str, Any]:
     }
 
 
-def _summary(sampler: GPUBatchRebalanceSampler) -> dict[str, Any]:
-    lengths = sampler.lengths
-    median, high = np.percentile(lengths.values, (50, 99)).tolist()
+def _summary(lengths: Lengths, sample: Ints) -> dict[str, Any]:
+    median, high = np.percentile(sample, (50, 99)).tolist()
     return {
         "count": len(lengths),
         "shortest": lengths.minimum,

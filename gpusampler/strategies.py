@@ -185,17 +185,21 @@ def make_strategy(name: str, sampler: GPUBatchRebalanceSampler) -> Strategy:
     Raises:
         ParameterError: no such strategy.
     """
-    return _STRATEGIES[check_choice("strategy", name, STRATEGIES)](sampler)
+    return _kind(name)(sampler)
 
 
 def unavailable(names: Collection[str]) -> dict[str, str]:
     """Say which of the strategies cannot be built here, and why.
 
+    Raises:
+        ParameterError: no such strategy.
+
     Example:
         >>> unavailable(["random", "gpusampler"])
         {}
     """
-    if not any(issubclass(_STRATEGIES[name], Transformers) for name in names):
+    needing = [name for name in names if issubclass(_kind(name), Transformers)]
+    if not needing:
         return {}
     try:
         from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -205,7 +209,11 @@ def unavailable(names: Collection[str]) -> dict[str, str]:
         if hasattr(BatchRebalanceSampler, "_assign"):
             return {}
         reason = "the installed transformers has another BatchRebalanceSampler"
-    return {name: reason for name in names if issubclass(_STRATEGIES[name], Transformers)}
+    return dict.fromkeys(needing, reason)
+
+
+def _kind(name: str) -> type[Strategy]:
+    return _STRATEGIES[check_choice("strategy", name, STRATEGIES)]
 
 
 def step_samples(sampler: GPUBatchRebalanceSampler, steps: Indices) -> Indices:

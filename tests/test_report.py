@@ -220,6 +220,13 @@ def test_missing_peer_is_left_out_and_said_so(monkeypatch):
     assert "0.001" not in text
 
 
+def test_peers_are_checked_and_need_not_leave_out_the_sampler():
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 50, 2)
+    with pytest.raises(ParameterError, match=r"strategy must be one of 'random', .* got 'best'"):
+        report_sampler(sampler, peers=("best",))
+    assert [each.name for each in report_sampler(sampler, peers=STRATEGIES[-1:]).strategies] == ["gpusampler"]
+
+
 @pytest.mark.parametrize("max_steps", [0, -1, 2.5, True])
 def test_bad_number_of_steps(max_steps):
     with pytest.raises(ParameterError, match="max_steps"):
