@@ -236,8 +236,8 @@ def _choose(names: Sequence[Any], column: Any) -> Any:
     raise ParameterError(f"which column holds the lengths? Give column, one of: {listing}")
 
 
-class _Samples(torch.utils.data.Dataset[int]):
-    """The lengths of a dataset's samples, as a dataset that workers can read."""
+class _Samples(torch.utils.data.Dataset[Any]):
+    """The lengths of a dataset's samples, as a dataset that workers can read; errors come as text."""
 
     def __init__(self, dataset: Any, length: SampleLength) -> None:
         self.dataset, self.length = dataset, length
@@ -245,17 +245,16 @@ class _Samples(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> int | str:
         try:
             sample = self.dataset[index]
         except Exception as error:
-            raise ParameterError(
-                f"dataset has len {len(self)}, but sample {index} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            return f"dataset has len {len(self)}, but sample {index} cannot be read: {type(error).__name__}: {error}"
         try:
             return self.length(sample)
-        except ParameterError as error:
-            raise ParameterError(f"sample {index}: {error}") from error
+        except Exception as error:
+            kind = "" if isinstance(error, ParameterError) else f"{type(error).__name__}: "
+            return f"sample {index}: {kind}{error}"
 
 
 def _from_samples(dataset: Any, column: Any, fn: Any, num_workers: int, progress: bool | None) -> _Array:
@@ -276,8 +275,12 @@ def _from_samples(dataset: Any, column: Any, fn: Any, num_workers: int, progress
 
 
 def _blocks(samples: _Samples, num_workers: int) -> Iterator[tuple[int, list[int]]]:
-    loader: DataLoader[int] = DataLoader(samples, _SAMPLES_A_TASK, num_workers=num_workers, collate_fn=list)
+    loader: DataLoader[Any] = DataLoader(samples, _SAMPLES_A_TASK, num_workers=num_workers, collate_fn=list)
     for number, block in enumerate(loader):
+        # raised here and not in a worker: an error with the loader's frames keeps its processes waiting
+        for length in block:
+            if isinstance(length, str):
+                raise ParameterError(length)
         yield number * _SAMPLES_A_TASK, block
 
 

@@ -104,7 +104,7 @@ def rearrange_micro_batches(
         >>> batch["attention_mask"][0, 0] = 1
         >>> parts, rows = rearrange_micro_batches(batch, max_token_len=4)
         >>> rows, parts[0]["input_ids"].tolist()
-        ([[0, 3], [1, 2]], [[0, 1, 2], [9, 10, 11]])
+        ([[0, 1, 2], [3]], [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
     """
     cap = check_int("max_token_len", max_token_len, minimum=1)
     multiple = 1 if num_batches_divided_by is None else check_int("num_batches_divided_by", num_batches_divided_by, 1)

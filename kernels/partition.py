@@ -27,7 +27,7 @@ import numpy as np
 
 from gpusampler.kernels.compiled import compiled
 
-WORK_A_SAMPLE = 2048
+WORK_A_SAMPLE = 512
 MOST_WORK = 1 << 25
 DIFFERENCING_LIMIT = 1 << 26
 NO_CAP = (1 << 62) - 1
@@ -262,61 +262,81 @@ def chain(entries, count, load, after):
 @compiled
 def improve(costs, sizes, cap, groups, equal_size, group_of):
     """Lower the largest group by the best move or exchange with one of its samples, while there is one; returns it."""
-    n = costs.shape[0]
     loads = sums_of(costs, group_of, groups)
     filled = sums_of(sizes, group_of, groups)
-    mine = np.empty(n, np.int64)
-    work = min(WORK_A_SAMPLE * n, MOST_WORK)
+    first = np.full(groups, -1, np.int64)  # chains of the samples of each group
+    after = np.empty(costs.shape[0], np.int64)
+    for i in range(costs.shape[0] - 1, -1, -1):
+        link(first, after, group_of[i], i)
+    work = min(WORK_A_SAMPLE * costs.shape[0], MOST_WORK)
     while True:
         high = np.argmax(loads)
-        count = 0
-        for i in range(n):
-            if group_of[i] == high:
-                mine[count] = i
-                count += 1
-        work -= n * (count + 1)
-        if work < 0:
+        give, take, to, seen = best_exchange(costs, sizes, cap, loads, filled, first, after, high, not equal_size)
+        work -= seen
+        if give < 0 or work < 0:
             return loads[high]
-        give, take, to = best_exchange(costs, sizes, cap, loads, filled, group_of, high, mine[:count], not equal_size)
-        if give < 0:
-            return loads[high]
-        cost = costs[give]
-        size = sizes[give]
-        group_of[give] = to
+        move(costs, sizes, loads, filled, first, after, group_of, give, to)
         if take >= 0:
-            group_of[take] = high
-            cost -= costs[take]
-            size -= sizes[take]
-        loads[high] -= cost
-        loads[to] += cost
-        filled[high] -= size
-        filled[to] += size
+            move(costs, sizes, loads, filled, first, after, group_of, take, high)
 
 
 @compiled
-def best_exchange(costs, sizes, cap, loads, filled, group_of, high, mine, moves):
-    """(sample to give, sample to take or -1, group) that makes the larger of two groups smallest; (-1, -1, -1) if none.
+def best_exchange(costs, sizes, cap, loads, filled, first, after, high, moves):
+    """(sample to give, sample to take or -1, group, pairs seen) that makes the larger of two groups smallest, or -1.
 
-    A taken sample's group gets the given one; with `moves`, a sample may also go to a group for nothing.
+    The lightest group is looked at first: groups that could not do better even if they met `high` halfway are skipped.
+    With `moves`, a sample may also go to a group for nothing.
     """
     best = loads[high]
     give, take, to = -1, -1, -1
-    for i in range(costs.shape[0]):
-        k = group_of[i]
-        if loads[high] - loads[k] <= 1:
+    groups = loads.shape[0]
+    lightest = np.argmin(loads)
+    seen = groups
+    for turn in range(groups):
+        k = (lightest + turn) % groups
+        if (loads[high] + loads[k] + 1) // 2 >= best:
             continue
-        for mover in mine:
-            less = costs[mover] - costs[i]
-            height = max(loads[high] - less, loads[k] + less)
-            extra = sizes[mover] - sizes[i]
-            if height < best and filled[k] + extra <= cap and filled[high] - extra <= cap:
-                best = height
-                give, take, to = mover, i, k
-    if moves and mine.shape[0] > 1:
-        for k in range(loads.shape[0]):
-            for mover in mine:
-                height = max(loads[high] - costs[mover], loads[k] + costs[mover])
-                if height < best and filled[k] + sizes[mover] <= cap:
+        mover = first[high]
+        alone = after[mover] < 0
+        while mover >= 0:
+            other = first[k]
+            while True:
+                less = costs[mover] - (costs[other] if other >= 0 else 0)
+                extra = sizes[mover] - (sizes[other] if other >= 0 else 0)
+                height = max(loads[high] - less, loads[k] + less)
+                allowed = other >= 0 or (moves and not alone)
+                if height < best and allowed and filled[k] + extra <= cap and filled[high] - extra <= cap:
                     best = height
-                    give, take, to = mover, -1, k
-    return give, take, to
+                    give, take, to = mover, other, k
+                seen += 1
+                if other < 0:
+                    break
+                other = after[other]
+            mover = after[mover]
+    return give, take, to, seen
+
+
+@compiled
+def move(costs, sizes, loads, filled, first, after, group_of, i, to):
+    """Take sample `i` out of its group and put it into another."""
+    old = group_of[i]
+    if first[old] == i:
+        first[old] = after[i]
+    else:
+        at = first[old]
+        while after[at] != i:
+            at = after[at]
+        after[at] = after[i]
+    link(first, after, to, i)
+    group_of[i] = to
+    loads[old] -= costs[i]
+    loads[to] += costs[i]
+    filled[old] -= sizes[i]
+    filled[to] += sizes[i]
+
+
+@compiled
+def link(first, after, k, i):
+    """Put sample `i` at the head of the chain of group `k`."""
+    after[i] = first[k]
+    first[k] = i

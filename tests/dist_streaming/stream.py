@@ -1,0 +1,93 @@
+"""Two ranks read streams; each writes what it saw. Run by torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gpusampler import CostModel
+from gpusampler.streaming import BalancedStream
+
+COST = CostModel()
+
+
+def source(lengths: Any) -> list[dict[str, int]]:
+    return [{"place": place, "length": int(length)} for place, length in enumerate(lengths)]
+
+
+def walk(stream: BalancedStream, slots: int) -> dict[str, Any]:
+    """Run through a stream with a collective a micro-batch, as gradients would."""
+    seen: dict[str, Any] = {"count": 0, "places": [], "repeats": 0, "step samples": []}
+    met = torch.zeros(1)
+    for micro_batch in stream:
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        met += one
+        if seen["count"] % slots == 0:
+            seen["step samples"].append(stream.step_samples)
+        seen["count"] += 1
+        for sample, again in zip(micro_batch, stream.repeats, strict=True):
+            seen["repeats"] += again
+            if not again:
+                seen["places"].append(sample["place"])
+    return seen | {"met": int(met), "dropped": stream.dropped}
+
+
+def imbalance(lengths: Any, buffer_size: int) -> float:
+    """Summed padded cost of the dearer rank of each micro-batch over that of the mean."""
+    stream = BalancedStream(source(lengths), 32, grad_accum=1, sharded=True, buffer_size=buffer_size)
+    dearest = mean = 0.0
+    for micro_batch in stream:
+        cost = len(micro_batch) * COST(torch.tensor([max(sample["length"] for sample in micro_batch)]))
+        costs = [torch.zeros_like(cost), torch.zeros_like(cost)]
+        dist.all_gather(costs, cost)
+        dearest += float(max(costs))
+        mean += float(sum(costs)) / 2
+    return dearest / mean
+
+
+def error_of(stream: BalancedStream) -> str:
+    try:
+        list(stream)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    lengths = np.exp(np.random.default_rng(rank).normal(5, 0.8, (100, 61)[rank])).astype(int) + 1
+    seen: dict[str, Any] = {}
+    options: dict[str, Any] = {"grad_accum": 2, "sharded": True}
+    seen["dropping"] = walk(BalancedStream(source(lengths), 16, **options), 2)
+    seen["keeping"] = walk(BalancedStream(source(lengths), 16, drop_last=False, **options), 2)
+    many = np.exp(np.random.default_rng(10 + rank).normal(5, 0.8, 640)).astype(int) + 1
+    seen["imbalance"] = {"oldest first": imbalance(many, 16), "buffered": imbalance(many, 64)}
+    both = np.exp(np.random.default_rng(5).normal(5, 0.8, 100)).astype(int) + 1
+    seen["shared"] = walk(BalancedStream(source(both), 16, grad_accum=2, sharded=False), 2)["places"]
+    seen["different streams"] = error_of(BalancedStream(source(many), 16, sharded=False))
+    seen["different parameters"] = error_of(BalancedStream(source(both), 8 + 2 * rank, sharded=False))
+    bad = source([3] * 5 + [0 if rank else 4] + [3] * 20)
+    seen["bad sample"] = error_of(BalancedStream(bad, 4, sharded=True))
+    seen["empty shard"] = error_of(BalancedStream(source(lengths if rank == 0 else []), 4, **options))
+    first = BalancedStream(source(lengths), 16, drop_last=False, **options)
+    iterator = iter(first)
+    for _ in range(7):
+        next(iterator)
+    second = BalancedStream(source(lengths), 16, drop_last=False, **options)
+    second.load_state_dict(first.state_dict())
+    seen["resumed"] = [[sample["place"] for sample in micro_batch] for micro_batch in second]
+    seen["unbroken"] = [[sample["place"] for sample in micro_batch] for micro_batch in iterator]
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+main()
