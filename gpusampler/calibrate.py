@@ -146,7 +146,7 @@ def fit_cost(records: Any, *, intercept: bool | None = None) -> Calibration:
             micro-batch's forward and backward; n >= 4, at least 3 distinct shapes and 2 lengths, the longest 1.5 times
             the shortest or more.
         intercept: True: fit a cost a micro-batch; False: take it as 0. None: fit it where the records tell it from 0
-            with 99 % confidence, else take it as 0; the uncertainty of `alpha` is that of a fit with it, if the records
+            with 95 % confidence, else take it as 0; the uncertainty of `alpha` is that of a fit with it, if the records
             can tell the two apart.
 
     Returns:
@@ -164,7 +164,7 @@ def fit_cost(records: Any, *, intercept: bool | None = None) -> Calibration:
     tokens = samples * length
     full = robust_fit(np.stack([np.ones_like(tokens), tokens, tokens * length], axis=1), seconds)
     told = full.condition < CANNOT_BE_TOLD and full.freedom > 0 and bool(full.coefficients[1:].any())
-    least = t_quantile(0.995, full.freedom) * float(np.sqrt(full.covariance[0, 0]))
+    least = t_quantile(0.975, full.freedom) * float(np.sqrt(full.covariance[0, 0]))
     notes = []
     wanted = intercept
     if intercept is None:
