@@ -76,17 +76,18 @@ class Composition:
         out = np.empty((count, size), dtype=np.int64)
         start = step * self.batch_size
         if step < self.full_steps:
-            self._fill(epoch, start, out.reshape(-1))
+            self.fill(epoch, start, out.reshape(-1))
             return out
-        self._fill(epoch, start, out[0, : self.tail])
+        self.fill(epoch, start, out[0, : self.tail])
         filled = self.tail
         while filled < size:
             more = min(size - filled, self.num_samples)
-            self._fill(epoch, 0, out[0, filled : filled + more])
+            self.fill(epoch, 0, out[0, filled : filled + more])
             filled += more
         return out
 
-    def _fill(self, epoch: int, start: int, out: Indices) -> None:
+    def fill(self, epoch: int, start: int, out: Indices) -> None:
+        """Write the samples at places `start`, `start + 1`, ... of an epoch's order to `out`."""
         if self.shuffle:
             spec.shuffle(start, spec.round_keys(self.seed, epoch), self.num_samples, out)
         else:

@@ -107,7 +107,7 @@ class LengthGrouped(Strategy):
 
     def _sorted(self, start: int, stop: int) -> Indices:
         order = np.empty(stop - start, dtype=np.int64)
-        self.sampler.composition._fill(self.sampler.epoch, start, order)
+        self.sampler.composition.fill(self.sampler.epoch, start, order)
         return order[np.argsort(-gather(self.sampler.lengths.values, order), kind="stable")]
 
 
