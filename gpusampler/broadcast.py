@@ -142,6 +142,7 @@ class Channel:
         # an accelerator's wait() is an order to its stream, gloo's blocks: it is left for when the message is needed
         self._by_stream = device.type != "cpu"
         self._slots = [_Slot(numel, dtype, device, self._module.Event()) for _ in range(slots)]
+        self._stream.wait_stream(self._module.current_stream())  # which the buffers were made on
         self.posted = self.generation = 0
         self.message_bytes = numel * dtype.itemsize
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_float, check_int, quote
@@ -120,14 +121,18 @@ def dp_coordinates(mesh: Any, dims: str | Sequence[str]) -> Coordinates:
 
 
 def transport(config: str) -> tuple[str, str]:
-    """Device type and backend that carry plans, given a group's backends: an accelerator's own, else gloo on the CPU.
+    """Device type and backend that carry plans, given a group's backends.
+
+    An accelerator's own backend, if there is such a device here or nothing else; else the CPU's.
 
     Example:
-        >>> transport("cpu:gloo,cuda:nccl"), transport("cpu:gloo,cuda:gloo"), transport("cuda:nccl")
-        (('cuda', 'nccl'), ('cpu', 'gloo'), ('cuda', 'nccl'))
+        >>> transport("cpu:gloo,cuda:gloo"), transport("cuda:nccl")
+        (('cpu', 'gloo'), ('cuda', 'nccl'))
     """
     backends = dict(pair.split(":", 1) for pair in config.split(","))
     for device, backend in backends.items():
-        if device != "cpu" and backend != "gloo":
+        if device == "cpu" or backend == "gloo":
+            continue
+        if "cpu" not in backends or torch.get_device_module(device).is_available():
             return device, backend
     return "cpu", backends["cpu"]

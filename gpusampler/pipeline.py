@@ -105,12 +105,15 @@ class PlanAhead:
         except BaseException:
             self.close()
             raise
-        self._submit()
+        self._submit(self._depth)
         return chunk
 
     def poll(self, patience: float) -> Chunk | None:
-        """Return the next chunk, always from the thread, or None if it is not ready within `patience` seconds."""
-        self._submit()
+        """Return the next chunk, always from the thread, or None if it is not ready within `patience` seconds.
+
+        Later chunks are set going by `fill`, when the caller has time for it.
+        """
+        self._submit(1)
         future = self._pending[0]
         self.waited = not future.done()
         if self.waited and patience:
@@ -119,15 +122,14 @@ class PlanAhead:
             return None
         self._pending.popleft()
         try:
-            chunk = future.result()
+            return future.result()
         except BaseException:
             self.close()
             raise
-        self._submit()
-        return chunk
 
     def fill(self) -> None:
-        """Nothing to do: chunks were set going when the last one was taken."""
+        """Set later chunks going; `next` has done so itself."""
+        self._submit(self._depth)
 
     def finish(self) -> None:
         """Nothing to do: the thread ended with the last chunk."""
@@ -140,8 +142,8 @@ class PlanAhead:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _submit(self) -> None:
-        while len(self._pending) < self._depth:
+    def _submit(self, depth: int) -> None:
+        while len(self._pending) < depth:
             start = next(self._starts, None)
             if start is None:
                 break

@@ -87,8 +87,8 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
 
     Example:
         >>> sampler = GPUBatchRebalanceSampler([5, 9, 2, 7, 4, 8, 1, 3], effective_batch_size=4, dp_size=2, rank=0)
-        >>> len(sampler), [len(micro_batch) for micro_batch in sampler]
-        (2, [1, 1])
+        >>> len(sampler), [len(micro_batch) > 0 for micro_batch in sampler]
+        (2, [True, True])
         >>> loader = torch.utils.data.DataLoader(range(8), batch_sampler=sampler)
         >>> state = sampler.state_dict()
     """
@@ -119,6 +119,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         _check_available(lookahead, pad_multiple, device)
         self.process_group = process_group if isinstance(process_group, PlanGroup) else PlanGroup(process_group)
         world, world_rank = self.process_group.place()
+        self._alone = world == 1 and dp_size is None
         dp_size = world if dp_size is None else dp_size
         cost = CostModel() if cost is None else cost
         self.partition = Partition(dp_size, grad_accum, cost, max_tokens, layout, sync)
@@ -295,11 +296,11 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             check_cap(self.lengths, self.composition, self.partition, epoch)
             self._checked_epoch = epoch
 
-    def _cap_error(self, epoch: int) -> ParameterError | None:
+    def _cap_error(self, epoch: int) -> Exception | None:
         """What is wrong with an epoch's cap on this rank, for all ranks to hear of it."""
         try:
             self._check_cap(epoch)
-        except ParameterError as error:
+        except Exception as error:
             return error
         return None
 
@@ -313,6 +314,11 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         group = self.process_group.resolve()
         if group is None:
             return None
+        if self._alone:
+            raise ParameterError(
+                "dp_size was taken to be 1, as torch.distributed was not initialized when the sampler was made; make "
+                "it afterwards, or give dp_size and rank"
+            )
         if self._agreement is None or not self._agreement.alive:
             self._agreement = Agreement(group, self.process_group)
         return self._agreement

@@ -63,6 +63,8 @@ class SharedPlans:
                 self._post(self._interval)
             chunk = self._receive()
             if chunk is not None:
+                if self._planner is not None:
+                    self._planner.fill()
                 self._left -= 1
                 self._step = chunk.step + len(chunk.samples)
                 return chunk
@@ -71,6 +73,8 @@ class SharedPlans:
         """Post messages for later chunks."""
         while len(self._posted) < min(self._depth, self._left):
             self._post(0.0)
+        if self._planner is not None:
+            self._planner.fill()
 
     def finish(self) -> None:
         """See that what was sent has left before the loop goes on, perhaps to end the process."""

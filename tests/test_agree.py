@@ -109,7 +109,7 @@ def test_chunks_cover_the_rest_of_the_epoch(samples: int, drop_last: bool, plan_
 
 def test_L07_the_backend_decides_where_plans_are_sent_from() -> None:
     assert transport("cuda:nccl") == ("cuda", "nccl")
-    assert transport("cpu:gloo,cuda:nccl") == ("cuda", "nccl")
+    assert transport("cpu:gloo,cuda:nccl") == (("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
     assert transport("cpu:gloo") == ("cpu", "gloo")
     assert transport("cpu:gloo,cuda:gloo,mps:gloo") == ("cpu", "gloo")
     assert transport("cpu:mpi") == ("cpu", "mpi")
@@ -210,6 +210,18 @@ def test_a_process_outside_the_group_is_told(world: Any) -> None:
     world(4, 3)
     with pytest.raises(ValueError, match="process_group must contain this process: new_group gave it no group"):
         GPUBatchRebalanceSampler(range(1, 101), 10, process_group=dist.new_group([0, 1]))
+
+
+def test_a_sampler_that_took_itself_for_alone_does_not_train_every_rank_on_everything(world: Any) -> None:
+    early, told, silent = (
+        GPUBatchRebalanceSampler(range(1, 101), 10, **options)
+        for options in ({}, {"dp_size": 2, "rank": 1}, {"process_group": None})
+    )
+    world(2, 1)
+    with pytest.raises(ValueError, match=r"dp_size was taken to be 1, as .* was not initialized"):
+        next(iter(early))
+    assert told.process_group.resolve() is dist.group.WORLD
+    assert len(list(silent)) == 10
 
 
 @pytest.mark.parametrize("workers", [0, 2])
