@@ -206,9 +206,9 @@ class Channel:
                     raise RuntimeError(f"no answer for {self._timeout:g} s")
                 time.sleep(5e-5)
         except RuntimeError as error:
+            what = "was not taken by all ranks" if self._sends else f"did not arrive from rank {self.root}"
             raise DistributedError(
-                f"a plan did not arrive from rank {self.root} within {self._timeout:g} s: a rank is dead or stuck, or "
-                "ranks are at different micro-batches. Ranks must leave an epoch at the same micro-batch; where "
+                f"a plan {what} within {self._timeout:g} s: a rank is dead or stuck, or ranks are at different micro-batches. Ranks must leave an epoch at the same micro-batch; where "
                 "loaders that are not torch DataLoaders take micro-batches ahead, and not equally many on all ranks, "
                 f"tell each rank how many: process_group=PlanGroup(loader_ahead=...). Cause: {error}"
             ) from error
