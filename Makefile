@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check fix bench wheel clean
+.PHONY: demo test unit interpret aot test-slow test-gpu check fix bench wheel clean
 
 $(VENV)/base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,8 +25,25 @@ $(VENV)/test: $(VENV)/base
 demo: $(VENV)/demo
 	$(BIN)/gpusampler demo --output demo
 
-test: $(VENV)/test
-	$(BIN)/python -m pytest
+test: unit interpret aot
+
+unit: $(VENV)/test
+	$(BIN)/python -m pytest -m "not slow and not gpu" --ignore=tests/interpret --ignore=tests/aot
+
+# The GPU kernels under Triton's interpreter, equal to the specification.
+interpret: $(VENV)/test
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" tests/interpret
+
+# The GPU kernels compiled for sm_80, sm_90, sm_100 and sm_120, without a GPU.
+aot: $(VENV)/test
+	$(BIN)/python -m pytest -m "not slow" tests/aot
+
+test-slow: $(VENV)/test
+	$(BIN)/python -m pytest -m slow --ignore=tests/interpret --ignore=tests/aot
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/interpret
+
+test-gpu: $(VENV)/test
+	$(BIN)/python -m pytest -m gpu
 
 check: $(VENV)/test
 	$(BIN)/ruff format --check .
@@ -44,6 +61,8 @@ bench: $(VENV)/test
 	$(BIN)/python -m bench quality
 	$(BIN)/python -m bench speed
 	$(BIN)/python -m bench scale
+	$(BIN)/python -m bench latency
+	$(BIN)/python -m bench kernels
 
 wheel: $(VENV)/test
 	$(BIN)/python -m build --wheel

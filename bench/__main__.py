@@ -15,7 +15,11 @@ BENCHES = {
     "speed": "planning time on one core beside the transformers sampler, on the same windows",
     "scale": "1e8 samples: time to the first micro-batch, memory beyond the lengths, restoring a state",
     "latency": "what next() costs a training loop while later steps are planned",
-    "kernels": "the GPU kernels beside other providers",
+    "kernels": "the GPU kernels beside other providers; compiled sizes and estimates without a GPU",
+    "overlap": "how often training waits for a plan, with planning faster and slower than a step, on 2 processes",
+    "soak": "a long run of 2 processes: memory, file descriptors and threads must not grow",
+    "partition": "balanced partitions of rollouts beside Karmarkar-Karp in Python",
+    "memory": "peak memory beside length grouping, and the largest batch before out-of-memory, on one GPU",
 }
 
 
@@ -23,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Dispatch; returns the exit status."""
     if argv and argv[0] in ("--list", "-h", "--help"):
         print("usage: python -m bench NAME [options]; options of a bench: python -m bench NAME --help\n")
-        print("\n".join(f"{name:8} {about}" for name, about in BENCHES.items()))
+        print("\n".join(f"{name:9} {about}" for name, about in BENCHES.items()))
         return 0
     if not argv or argv[0] not in BENCHES:
         given = f"no bench is called {argv[0]!r}" if argv else "which bench?"

@@ -8,6 +8,8 @@ loader = DataLoader(dataset, batch_sampler=sampler)
 
 from gpusampler._version import __version__
 from gpusampler.cost import CostModel
+from gpusampler.group import PlanGroup, dp_coordinates
+from gpusampler.lengths_from import lengths_from
 from gpusampler.plan import BatchPlan, plan_batches
 from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.weights import microbatch_weight
@@ -16,7 +18,10 @@ __all__ = [
     "BatchPlan",
     "CostModel",
     "GPUBatchRebalanceSampler",
+    "PlanGroup",
     "__version__",
+    "dp_coordinates",
+    "lengths_from",
     "microbatch_weight",
     "plan_batches",
 ]

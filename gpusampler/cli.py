@@ -1,4 +1,4 @@
-"""`gpusampler report | demo | tasks`: the command line.
+"""`gpusampler report | demo | tasks | calibrate | memory | fit-memory`: the command line.
 
 Results go to standard output, progress and errors to standard error. Exit code 0; 2 with one line for a user's
 mistake; 1 if the processes of the demo failed; 130 when interrupted.
@@ -19,6 +19,7 @@ from gpusampler._version import __version__
 from gpusampler.cost import CostModel
 from gpusampler.errors import ParameterError
 from gpusampler.readers import FORMATS, read_lengths
+from gpusampler import measure_cli
 from gpusampler.tasks import cli as tasks_cli
 from gpusampler.traces import TRACES, load_trace
 
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_demo(commands)
     tasks_cli.register(commands)
+    measure_cli.register(commands)
     return parser
 
 

@@ -167,6 +167,23 @@ class CostModel:
             intercept=intercept,
         )
 
+    @classmethod
+    def fit(cls, records: Any) -> CostModel:
+        """Fit the model to measured times; `gpusampler.calibrate.fit_cost` also tells how sure it is.
+
+        Args:
+            records: [n, 3], or an iterable of (samples, padded length, seconds) of a micro-batch each.
+
+        Returns:
+            A model with `alpha` and `intercept` in tokens.
+
+        Raises:
+            ParameterError: bad records, or too few distinct shapes; it says what to measure.
+        """
+        from gpusampler.calibrate import fit_cost
+
+        return fit_cost(records).model
+
     def __call__(self, lengths: torch.Tensor) -> torch.Tensor:
         """Cost of one sample at each length.
 
