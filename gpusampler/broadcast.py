@@ -208,8 +208,9 @@ class Channel:
         except RuntimeError as error:
             what = "was not taken by all ranks" if self._sends else f"did not arrive from rank {self.root}"
             raise DistributedError(
-                f"a plan {what} within {self._timeout:g} s: a rank is dead or stuck, or ranks are at different micro-batches. Ranks must leave an epoch at the same micro-batch; where "
-                "loaders that are not torch DataLoaders take micro-batches ahead, and not equally many on all ranks, "
-                f"tell each rank how many: process_group=PlanGroup(loader_ahead=...). Cause: {error}"
+                f"a plan {what} within {self._timeout:g} s: a rank is dead or stuck, or ranks are at different "
+                "micro-batches. Ranks must leave an epoch at the same micro-batch; where loaders that are not torch "
+                "DataLoaders take micro-batches ahead, and not equally many on all ranks, tell each rank how many: "
+                f"process_group=PlanGroup(loader_ahead=...). Cause: {error}"
             ) from error
         slot.work = None
