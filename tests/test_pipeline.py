@@ -109,6 +109,7 @@ def test_an_error_is_raised_at_its_chunk(bad: int, depth: int):
     with pytest.raises(KeyError, match=f"step {bad}"):
         next(chunks)
     assert threads_end()
+    assert list(chunks) == []
 
 
 def test_close_ends_the_thread_and_may_be_called_again():

@@ -317,6 +317,30 @@ def test_a_loader_yields_the_same_micro_batches(workers: int):
     assert list(loader) == list(sampler)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_from_a_loaded_state(workers: int):
+    # a loader with workers makes two iterators and uses the second
+    straight = GPUBatchRebalanceSampler(range(1, 33), 4)
+    iterator = iter(straight)
+    taken = [next(iterator) for _ in range(3)]
+    resumed = GPUBatchRebalanceSampler(range(1, 33), 4)
+    resumed.load_state_dict(straight.state_dict())
+    loader = DataLoader(range(32), batch_sampler=resumed, num_workers=workers, collate_fn=list)
+    assert taken + list(loader) == list(straight)
+    assert list(loader) == list(straight)
+
+
+def test_an_iterator_that_is_never_advanced_takes_nothing():
+    saved = GPUBatchRebalanceSampler(range(1, 33), 4)
+    next(iter(saved))
+    resumed = GPUBatchRebalanceSampler(range(1, 33), 4)
+    resumed.load_state_dict(saved.state_dict())
+    iter(resumed)
+    assert resumed.state_dict()["consumed"] == 1
+    assert len(list(resumed)) == 7
+    assert len(list(resumed)) == 8
+
+
 # states
 
 
