@@ -27,6 +27,7 @@ class Peers:
     def __init__(self, options: PlanGroup) -> None:
         """Make the group; alone, nothing is ever communicated."""
         group = options.resolve()
+        self._world = None if group is None else dist.group.WORLD
         self._group: dist.ProcessGroup | None = None
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         if group is not None:
@@ -37,6 +38,11 @@ class Peers:
                 use_local_synchronization=len(self.ranks) < dist.get_world_size(),
                 group_desc="gpusampler stream",
             )
+
+    @property
+    def alive(self) -> bool:
+        """Whether torch.distributed is still the one that the group was made in."""
+        return self._world is None or dist.group.WORLD is self._world
 
     def begin(self, fields: dict[str, Any], error: Exception | None) -> None:
         """Compare what must be equal on all ranks.

@@ -134,7 +134,7 @@ class BalancedStream(IterableDataset[list[Any]]):
             self._step, self._slot, self._steps, self._filler = None, 0, 0, []
             self._buffer.restart()
         self._loaded = False
-        if self._peers is None:
+        if self._peers is None or not self._peers.alive:
             self._peers = Peers(self.process_group)
         return self._iterate(self._peers)
 
