@@ -10,7 +10,7 @@ then makes the exchanges of `spec.swap_ranks`, each the best there is (first of 
 place of the other), and orders every rank's groups costliest first.
 
 One program a row and partition, all groups in registers: sorting K pairs, then D pairs a slot; an exchange compares K
-groups with each of the heavy rank's. Limits: K <= 4096.
+groups with each of the heavy rank's. Limits: K <= 2048.
 """
 
 import torch

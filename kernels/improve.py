@@ -12,7 +12,7 @@ candidate 0 reaches target 0, candidate 1 target 1, candidate 2 target 2, and wi
 Three kernels. `_start_kernel` picks the first of the partitions it is given whose levels sum to least. Per round,
 `_walk_kernel` walks LANES lanes a program over K groups and writes whether each fits and its group sizes, and
 `_settle_kernel` picks the winner and sorts its costs into levels. All state is in memory, so that a round is two
-launches. Limits: slots <= 256, K <= 4096.
+launches. Limits: slots <= 256, K <= 2048.
 """
 
 import torch

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 MAX_SORT = 8192
 """Longest row that one program sorts, where its keys fit the chip's shared memory; longer ones go to `torch.sort`."""
-MAX_GROUPS = 4096
+MAX_GROUPS = 2048
 """Most groups of a row: one program sorts their costs."""
 MAX_SLOTS = 256
 """Most accumulation slots: one program weighs them all for a candidate."""
@@ -71,13 +71,13 @@ COPY = Shape(128, 1)
 
 
 def group_shape(groups: int) -> Shape:
-    """Shape of the kernels that hold all groups of a row; the largest would spill with 64 registers a thread.
+    """Shape of the kernels that hold all groups of a row.
 
     Example:
         >>> group_shape(64), group_shape(1024)
         (Shape(block=64, num_warps=4), Shape(block=1024, num_warps=16))
     """
-    block, num_warps = _shape(groups, 1 if groups <= 256 else 2, 16 if groups > 2048 else 32)
+    block, num_warps = _shape(groups, 1 if groups <= 256 else 2, 32)
     return Shape(block, max(4, num_warps))
 
 

@@ -58,7 +58,7 @@ def test_L15_the_plan_of_costs_above_a_float32():
 
 
 def test_L54_the_kernels_refuse_what_they_cannot_do():
-    with pytest.raises(ParameterError, match=r"dp_size \* grad_accum = 5000 is above 4096"):
+    with pytest.raises(ParameterError, match=r"dp_size \* grad_accum = 5000 is above 2048"):
         plan_by_kernels(Case(skewed(5000), 5000, 1))
     assert "cuda devices, not on meta" in str(engine.obstacle(torch.device("meta"), 1, 1))
 
