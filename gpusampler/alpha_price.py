@@ -44,12 +44,15 @@ def price_alphas(
     Returns:
         By rising `alpha`. `idle` is the share of the ranks' time that is spent waiting.
 
+    Raises:
+        ParameterError: an `alpha` that the planner cannot hold for these lengths.
+
     Example:
         >>> from gpusampler.traces import load_trace
         >>> lengths = load_trace("mooncake_conversation")
         >>> sampler = GPUBatchRebalanceSampler(lengths, 256, dp_size=8, grad_accum=2, rank=0)
         >>> prices = price_alphas(sampler, CostModel(alpha=1e-4), max_steps=4)
-        >>> [price.alpha for price in prices if price.relative < 1.0001], prices[-1].relative > 1.2
+        >>> [price.alpha for price in prices if price.relative < 1.0001], prices[-1].relative > 1.1
         ([0.0001], True)
     """
     full = max(1, sampler.composition.full_steps)
@@ -60,7 +63,9 @@ def price_alphas(
     partition = replace(sampler.partition, cost=true)
     found = []
     for alpha in sorted({*alphas, true.alpha}):
-        plan = replace(partition, cost=CostModel(alpha=alpha, intercept=true.intercept)).plan(lengths)
+        planner = replace(partition, cost=CostModel(alpha=alpha, intercept=true.intercept))
+        planner.check_range(samples.shape[1], sampler.lengths.maximum)
+        plan = planner.plan(lengths)
         rows = Rows(np.take_along_axis(samples, plan.order.numpy(), axis=1), plan.offsets.numpy())
         figures = evaluate(rows, sampler.lengths, partition)
         idle = 1.0 - float(figures.work.sum() / figures.cost.sum())

@@ -28,6 +28,7 @@ from gpusampler.tables import as_table
 CANNOT_BE_TOLD = 1e4  # condition of the scaled design above which t0 and b trade off freely
 _LEAST_SPAN = 1.5  # longest over shortest length
 _MOST_QUADRATIC = 1e3  # alpha times the shortest length: the linear part is then 0.1 % of the time at most
+_LEAST, _MOST = 1e-15, 1e18  # of any measured value: squares stay within float64
 _NO_FIT = 0.5  # relative error of a fit that says nothing
 _MOST_ROWS = 24
 _MEASURE = "time a few steps of at least 4 shapes: few and many samples, at lengths from short to the longest you train"
@@ -191,14 +192,15 @@ def check_records(records: Any, names: tuple[str, ...], whole: int) -> Floats:
     Args:
         records: array, tensor, or iterable of rows.
         names: of the columns, for messages.
-        whole: this many columns from the left must be whole numbers of at least 1; the others must be above 0.
+        whole: this many columns from the left must be whole numbers, 1 to 1e18; the others numbers
+            from 1e-15 to 1e18.
 
     Raises:
         ParameterError: not such records; it names the row, the column and the value.
     """
     what = f"records must be [n, {len(names)}] numbers ({', '.join(names)})"
     if isinstance(records, torch.Tensor):
-        records = records.detach().cpu().numpy()
+        records = records.detach().cpu().to(torch.float64).numpy()
     elif isinstance(records, (str, bytes)) or not isinstance(records, Iterable):
         raise ParameterTypeError(f"{what}, got {quote(records)}")
     rows = records if isinstance(records, np.ndarray) else list(records)
@@ -210,11 +212,11 @@ def check_records(records: Any, names: tuple[str, ...], whole: int) -> Floats:
         if table.size == 0:
             raise ParameterError(f"{what}, got none")
         raise ParameterError(f"{what}, got shape {table.shape}")
-    good = np.isfinite(table) & (table > 0)
+    good = (table >= _LEAST) & (table <= _MOST)
     good[:, :whole] &= table[:, :whole] == np.rint(table[:, :whole])
     if not good.all():
         row, column = (int(i) for i in np.argwhere(~good)[0])
-        kind = "a whole number of at least 1" if column < whole else "a finite number above 0"
+        kind = "a whole number of at least 1" if column < whole else f"a number from {_LEAST} to {_MOST}"
         raise ParameterError(f"records[{row}, {column}] ({names[column]}) must be {kind}, got {table[row, column]}")
     return table
 

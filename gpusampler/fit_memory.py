@@ -229,7 +229,7 @@ def _as_shapes(records: Any) -> Floats:
         if isinstance(records, (str, bytes)) or not hasattr(records, "__iter__"):
             raise ParameterTypeError(f"records must be [n, 2] or [n, 3] numbers, got {quote(records)}")
         records = list(records)
-    wide = len(records) > 0 and len(records[0]) == 3
+    wide = len(records) > 0 and hasattr(records[0], "__len__") and len(records[0]) == 3
     names = ("samples", "length", "bytes") if wide else ("tokens", "bytes")
     table = check_records(records, names, whole=len(names) - 1)
     if not wide:

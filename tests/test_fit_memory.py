@@ -116,6 +116,8 @@ def test_low_peaks_do_not_raise_the_cap() -> None:
     ("records", "target", "message"),
     [
         ([], 1e9, r"must be \[n, 2\] numbers \(tokens, bytes\), got none"),
+        ([1, 2, 3], 1e10, r"must be \[n, 2\] numbers .* got shape \(3,\)"),
+        ({}, 1e10, "got none"),
         (straight(1e9, 1e6)[:2], 1e10, "must be at least 3, .* got 2 from 1000 to 2000 tokens"),
         ([(1000, 1e9)] * 5, 1e10, "got 5 from 1000 to 1000 tokens"),
         (straight(1e9, 0.0), 1e10, "peak that grows with the tokens"),
@@ -127,7 +129,7 @@ def test_low_peaks_do_not_raise_the_cap() -> None:
         (
             [(4, 1000, 1e9), (4, 2000, 0.0), (1, 1, 1.0)],
             1e10,
-            r"records\[1, 2\] \(bytes\) must be a finite number above 0",
+            r"records\[1, 2\] \(bytes\) must be a number from 1e-15",
         ),
     ],
 )
