@@ -12,9 +12,11 @@ from gpusampler.group import PlanGroup, dp_coordinates
 from gpusampler.lengths_from import lengths_from
 from gpusampler.plan import BatchPlan, plan_batches
 from gpusampler.sampler import GPUBatchRebalanceSampler
+from gpusampler.streaming import BalancedStream
 from gpusampler.weights import microbatch_weight
 
 __all__ = [
+    "BalancedStream",
     "BatchPlan",
     "CostModel",
     "GPUBatchRebalanceSampler",

@@ -15,11 +15,11 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
+from gpusampler import measure_cli
 from gpusampler._version import __version__
 from gpusampler.cost import CostModel
 from gpusampler.errors import ParameterError
 from gpusampler.readers import FORMATS, read_lengths
-from gpusampler import measure_cli
 from gpusampler.tasks import cli as tasks_cli
 from gpusampler.traces import TRACES, load_trace
 

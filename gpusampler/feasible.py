@@ -53,7 +53,8 @@ def check_cap(lengths: Lengths, composition: Composition, partition: Partition, 
         ParameterError: naming the step, the micro-batches it needs, and the `grad_accum` that would do.
     """
     cap = partition.max_tokens
-    if cap is None or _worst_fits(lengths, composition, partition, cap):
+    size = max(composition.size(0), composition.size(composition.steps - 1))
+    if cap is None or lengths.maximum * size <= cap or _worst_fits(lengths, composition, partition, cap):
         return
     rows = max(1, _BLOCK_SAMPLES // composition.batch_size)
     last = min(composition.full_steps, -(-CHECKED_SAMPLES // composition.batch_size))

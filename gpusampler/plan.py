@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -142,15 +143,20 @@ class Partition:
         """
         if self.cost.cost_fn is not None:
             return
-        shift = spec.shift_for_lengths(longest, size, self._alphas, self.cost.intercept)
-        if shift < 0 or (self.cost.alpha > 0 and self._alphas[shift] < 16):
+        shift = spec.shift_for_lengths(longest, size, self._alphas, 0.0)
+        if shift < 0 or (shift < spec.MAX_SHIFT and self.cost.alpha > 0 and self._alphas[shift] < 16):
             raise ParameterError(
-                f"lengths up to {longest} in batches of {size} with alpha {self.cost.alpha} exceed the planner's integer "
-                "range; measure lengths in a coarser unit, alpha in its inverse"
+                f"lengths up to {longest} in batches of {size} with alpha {self.cost.alpha} exceed the integer "
+                "range of the planner; measure lengths in a coarser unit, alpha in its inverse"
             )
 
-    def plan(self, lengths: np.ndarray[Any, np.dtype[np.int64]]) -> BatchPlan:
-        """Plan the rows of `lengths`, int64 [W, B] of checked lengths with B >= K.
+    def plan(
+        self, lengths: np.ndarray[Any, np.dtype[np.int64]], where: Callable[[int], str] = "row {}".format
+    ) -> BatchPlan:
+        """Plan the rows of `lengths`, int64 [W, B] of checked lengths with B >= K; `where` names a row in an error.
+
+        The planner sees no intercept, which every group has, and costs of a function as parts of their row's largest:
+        neither can take precision from the rest.
 
         Raises:
             ParameterError: a row needs more than K micro-batches under `max_tokens`; it names the row.
@@ -163,17 +169,19 @@ class Partition:
         tokens = np.empty(shape, dtype=np.int64)
         bounds = np.empty((num_rows, 2), dtype=np.float64)
         status = np.empty(num_rows, dtype=np.int64)
-        custom = np.empty((0, 0))
+        custom, exponents = np.empty((0, 0)), np.zeros(num_rows, dtype=np.int32)
         if self.cost.cost_fn is not None:
-            custom = self.cost(torch.from_numpy(lengths)).numpy()
+            values = self.cost(torch.from_numpy(lengths)).numpy()
+            exponents = np.frexp(values.max(axis=1, initial=0.0))[1]
+            custom = np.ascontiguousarray(np.ldexp(values, -exponents[:, None]))
         spec.plan_rows(
             lengths,
             custom,
             self._alphas,
-            np.array([self.cost.intercept]),
+            np.zeros(1),
             self.dp_size,
             self.grad_accum,
-            self.max_tokens or 0,
+            min(self.max_tokens or 0, 1 << 62),
             self.sync == "step",
             order,
             offsets,
@@ -184,7 +192,9 @@ class Partition:
         )
         if status.any():
             row = int(np.flatnonzero(status)[0])
-            raise ParameterError(self.too_few_groups(int(status[row]), f"row {row}"))
+            raise ParameterError(self.too_few_groups(int(status[row]), where(row)))
+        costs = np.ldexp(costs, exponents[:, None, None]) + self.cost.intercept
+        bounds = np.ldexp(bounds, exponents[:, None]) + self.grad_accum * self.cost.intercept
         made = map(torch.from_numpy, (order, offsets, costs, tokens, bounds[:, 0].copy(), bounds[:, 1].copy()))
         return BatchPlan(*made)
 
@@ -239,24 +249,28 @@ def plan_batches(
 
 
 def _check_rows(lengths: Any, partition: Partition) -> np.ndarray[Any, np.dtype[np.int64]]:
-    tensor = torch.from_numpy(lengths) if isinstance(lengths, np.ndarray) else lengths
-    if not isinstance(tensor, torch.Tensor):
+    if isinstance(lengths, torch.Tensor):
+        if lengths.device.type != "cpu":
+            raise NotAvailableError(f"lengths on {lengths.device} are not available yet, pass lengths.cpu()")
+        if lengths.layout != torch.strided:
+            raise ParameterError(f"lengths must be a dense tensor, got layout {lengths.layout}")
+        array = lengths.detach().numpy() if lengths.dtype != torch.bfloat16 else lengths.detach().float().numpy()
+    elif isinstance(lengths, np.ndarray):
+        array = lengths
+    else:
         raise ParameterTypeError(f"lengths must be an integer tensor [W, B], got {quote(lengths)}")
-    if tensor.ndim != 2:
-        raise ParameterError(f"lengths must have shape [W, B], got {tuple(tensor.shape)}; one batch is lengths[None]")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ParameterTypeError(f"lengths must have an integer dtype, got {tensor.dtype}")
-    if tensor.device.type != "cpu":
-        raise NotAvailableError(f"lengths on {tensor.device} are not available yet, pass lengths.cpu()")
-    rows = np.ascontiguousarray(tensor.numpy().astype(np.int64, copy=False))
-    if rows.shape[1] < partition.groups:
+    if array.ndim != 2:
+        raise ParameterError(f"lengths must have shape [W, B], got {array.shape}; one batch is lengths[None]")
+    if array.dtype.kind not in "iu":
+        raise ParameterTypeError(f"lengths must have an integer dtype, got {lengths.dtype}")
+    if array.shape[1] < partition.groups:
         raise ParameterError(
-            f"lengths must have at least dp_size * grad_accum = {partition.groups} columns, got {rows.shape[1]}"
+            f"lengths must have at least dp_size * grad_accum = {partition.groups} columns, got {array.shape[1]}"
         )
     cap = min(MAX_LENGTH, partition.max_tokens or MAX_LENGTH)
-    bad = (rows < 1) | (rows > cap)
+    bad = (array < 1) | (array > cap)
     if bad.any():
         w, i = (int(x) for x in np.argwhere(bad)[0])
         limit = f"max_tokens {cap}" if cap == partition.max_tokens else str(cap)
-        raise ParameterError(f"lengths must be from 1 to {limit}, got lengths[{w}, {i}] = {rows[w, i]}")
-    return rows
+        raise ParameterError(f"lengths must be from 1 to {limit}, got lengths[{w}, {i}] = {array[w, i]}")
+    return np.ascontiguousarray(array, dtype=np.int64)

@@ -124,7 +124,9 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         cost = CostModel() if cost is None else cost
         self.partition = Partition(dp_size, grad_accum, cost, max_tokens, layout, sync)
         self.dp_size, self.grad_accum = self.partition.dp_size, self.partition.grad_accum
-        self.effective_batch_size = check_int("effective_batch_size", effective_batch_size, minimum=1)
+        self.effective_batch_size = check_int(
+            "effective_batch_size", effective_batch_size, minimum=1, maximum=(1 << 31) - 1
+        )
         if self.effective_batch_size < self.partition.groups:
             raise ParameterError(
                 f"effective_batch_size must be at least dp_size * grad_accum = {self.dp_size} * {self.grad_accum} = "
@@ -330,7 +332,9 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
 
     def _plan_chunk(self, epoch: int, step: int, count: int) -> Chunk:
         samples = self.composition.indices(epoch, step, count)
-        plan = self.partition.plan(gather(self.lengths.values, samples))
+        plan = self.partition.plan(
+            gather(self.lengths.values, samples), where=lambda row: f"step {step + row} of epoch {epoch}"
+        )
         return Chunk(step, reorder(samples, plan.order.numpy()), plan.offsets.numpy()[:, 1:])
 
 
@@ -368,6 +372,11 @@ def _check_rank(rank: Any, dp_size: int, world: int, world_rank: int) -> int:
         return check_int("rank", rank, minimum=0, maximum=dp_size - 1)
     if world == dp_size:
         return world_rank
+    if world == 1 and dp_size > 1 and torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+        raise ParameterError(
+            f"rank must be given with dp_size={dp_size}, or init_process_group called before: torchrun has started "
+            "several processes, which would all train the data of rank 0"
+        )
     if world > 1:
         raise ParameterError(
             f"rank must be given: dp_size is {dp_size}, but process_group has {world} processes; dp_coordinates(mesh, "
@@ -378,7 +387,13 @@ def _check_rank(rank: Any, dp_size: int, world: int, world_rank: int) -> int:
 
 def _check_cost_fn(cost: CostModel, shortest: int, longest: int) -> None:
     """Call a `cost_fn` on lengths over the whole range, so that a bad one fails in the constructor."""
-    if cost.cost_fn is not None:
-        steps = np.geomspace(shortest, longest, 256)
-        probes = np.unique(np.clip(np.rint(steps).astype(np.int64), shortest, longest))
-        cost(torch.from_numpy(probes))
+    if cost.cost_fn is None:
+        return
+    steps = np.geomspace(shortest, longest, 256)
+    probes = torch.from_numpy(np.unique(np.clip(np.rint(steps).astype(np.int64), shortest, longest)))
+    together, alone = cost(probes), torch.cat([cost(probes[i : i + 1]) for i in (0, -1 % len(probes))])
+    if not torch.equal(together[[0, -1]], alone):
+        raise ParameterError(
+            f"cost_fn must give a length the same cost whatever the others are, got {together[0]} and {together[-1]} "
+            f"for lengths {probes[0]} and {probes[-1]} among others, {alone[0]} and {alone[1]} alone"
+        )

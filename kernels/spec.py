@@ -84,7 +84,8 @@ def shuffle(start, keys, size, out):
 
     A Feistel network of ROUND_KEYS rounds over the least number of bits, at least 8, that covers `size`;
     an image outside is sent through again until it falls inside, which keeps the map a bijection. Any element is
-    computed alone. Fewer than 8 bits would leave too few round functions: orders of small sets would be biased.
+    computed alone. Fewer than 8 bits would leave too few round functions: orders of small sets would be biased. All
+    orders of a set of 2**bits have one parity, as in any Feistel network; nothing else is known to tell them apart.
     """
     bits = 8
     while size > 1 << bits:
@@ -173,7 +174,7 @@ def shift_for_costs(largest, intercept, size):
 
 @compiled
 def estimate(level, cost, inverse):
-    """`level // cost`, exactly: a float64 quotient is off by less than one, and the remainder corrects it."""
+    """`level // cost`, exactly below 2**50: a float64 quotient is off by less than one, the remainder corrects it."""
     count = np.int64(level * inverse)
     rest = level - count * cost
     if rest < 0:
