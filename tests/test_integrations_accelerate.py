@@ -45,7 +45,7 @@ def test_l01_a_loader_that_is_cut_says_what_to_use(ranks: list[dict]):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("loader", ["plain", "fork", "counted"])
+@pytest.mark.parametrize("loader", ["plain", "fork", "spawn", "counted"])
 def test_l14_l41_every_epoch_reaches_the_sampler(ranks: list[dict], loader: str):
     for rank in RANKS:
         epochs = ranks[rank]["epochs"][loader]

@@ -53,6 +53,7 @@ def epochs(rank):
     for name, options in {
         "plain": {},
         "fork": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"},
+        "spawn": {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
     }.items():
         loader, _ = make(accelerator, **options)
         found[name] = []
@@ -77,6 +78,7 @@ def resume(folder, workers):
             break
     found["consumed"] = sampler.state_dict()["consumed"]
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # only the first process writes the positions
     for name in ("load", "skip", "both"):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         loader, sampler = make(accelerator, **options)
@@ -101,6 +103,7 @@ def finished(folder):
     loader, _ = make(accelerator)
     read(loader)
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # only the first process writes the positions
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader, _ = make(accelerator)
     accelerator.load_state(folder)

@@ -101,7 +101,12 @@ def gradient(folder, model, collate_fn, **options):
 
 def runs(folder, workers):
     """Three epochs unbroken, then resumed from the middle of the second."""
-    options = {"num_train_epochs": 3, "dataloader_num_workers": workers, "seed": 5}
+    options = {
+        "num_train_epochs": 3,
+        "dataloader_num_workers": workers,
+        "dataloader_persistent_workers": True,
+        "seed": 5,
+    }
     found = {}
     for name, checkpoint in (("unbroken", None), ("resumed", str(Path(folder) / "checkpoint-6"))):
         settings = arguments(folder, **options)
