@@ -133,6 +133,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
                 f"{self.partition.groups}, got {self.effective_batch_size}"
             )
         self.rank = _check_rank(rank, self.dp_size, world, world_rank)
+        self._rank_guessed = rank is None and world < self.dp_size
         self._agreement: Agreement | None = None
         self._stats = PlanStats()
         self.shuffle = check_bool("shuffle", shuffle)
@@ -182,6 +183,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             ParameterError: accelerate's `prepare` has wrapped the sampler so that most of the plan would be lost.
         """
         if self.process_group.resolve() is None:
+            self._refuse_guessed_rank()
             self._check_cap(self.epoch)
         consumer = Consumer(self)
         if consumer.skips is None:
@@ -201,6 +203,16 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             self.epoch = epoch
             self._start = 0
             self._handout = None
+
+    @property
+    def rank(self) -> int:
+        """This process's part of a step, 0 to D - 1; whoever starts the processes may set it before iterating."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
+        self._rank_guessed = False
 
     @property
     def sampler(self) -> _EpochHook:
@@ -293,6 +305,14 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         """Everything but the process groups: a copy makes its own."""
         return {**self.__dict__, "_agreement": None}
 
+    def _refuse_guessed_rank(self) -> None:
+        """Ranks of a group compare their places; processes that torchrun started without one would all be rank 0."""
+        if self._rank_guessed and torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
+            raise ParameterError(
+                f"rank must be given with dp_size={self.dp_size}, or init_process_group called before: torchrun has "
+                "started several processes, which would all train the data of rank 0"
+            )
+
     def _check_cap(self, epoch: int) -> None:
         if self._checked_epoch != epoch:
             check_cap(self.lengths, self.composition, self.partition, epoch)
@@ -372,11 +392,6 @@ def _check_rank(rank: Any, dp_size: int, world: int, world_rank: int) -> int:
         return check_int("rank", rank, minimum=0, maximum=dp_size - 1)
     if world == dp_size:
         return world_rank
-    if world == 1 and dp_size > 1 and torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
-        raise ParameterError(
-            f"rank must be given with dp_size={dp_size}, or init_process_group called before: torchrun has started "
-            "several processes, which would all train the data of rank 0"
-        )
     if world > 1:
         raise ParameterError(
             f"rank must be given: dp_size is {dp_size}, but process_group has {world} processes; dp_coordinates(mesh, "

@@ -224,6 +224,17 @@ def test_a_sampler_that_took_itself_for_alone_does_not_train_every_rank_on_every
     assert len(list(silent)) == 10
 
 
+def test_L53_processes_of_torchrun_without_a_rank_are_not_all_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    guessed, told, placed = (
+        GPUBatchRebalanceSampler(range(1, 101), 10, 2, rank=rank, process_group=None) for rank in (None, 0, None)
+    )
+    with pytest.raises(ValueError, match="rank must be given with dp_size=2, or init_process_group called before"):
+        iter(guessed)
+    placed.rank = 1
+    assert len(list(told)) == len(list(placed)) == 10
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loaded_position_survives_a_loader_that_calls_iter_twice(workers: int) -> None:
     sampler = GPUBatchRebalanceSampler(range(1, 33), 4)
