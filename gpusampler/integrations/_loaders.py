@@ -59,7 +59,7 @@ def take_place(sampler: GPUBatchRebalanceSampler, processes: int, process: int, 
 
 
 def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
-    """A loader of the same class and options that iterates `batch_sampler`."""
+    """A plain DataLoader with the dataset and options of `loader` that iterates `batch_sampler`."""
     options = {
         name: getattr(loader, name)
         for name in inspect.signature(DataLoader.__init__).parameters

@@ -31,17 +31,6 @@ def resume(loader: StatefulDataLoader[Any], state: Mapping[str, Any]) -> int:
 
     Raises:
         ParameterError: the state is not that of such a loader, or does not fit the sampler; it names the field.
-
-    Example:
-        >>> from gpusampler import GPUBatchRebalanceSampler
-        >>> def make():
-        ...     return StatefulDataLoader(range(4), batch_sampler=GPUBatchRebalanceSampler([5, 9, 2, 7], 2))
-        >>> saved = make()
-        >>> saved.batch_sampler.set_epoch(3)
-        >>> head = next(iter(saved))
-        >>> loader = make()
-        >>> resume(loader, saved.state_dict()), sum(len(batch) for batch in loader)
-        (3, 2)
     """
     if not isinstance(loader, StatefulDataLoader):
         raise ParameterTypeError(f"loader must be a StatefulDataLoader, got {quote(loader)}")
