@@ -46,6 +46,7 @@ class Agreement:
         self.root = dist.get_global_rank(group, 0)
         self.is_root = dist.get_rank() == self.root
         self.generation = 0
+        self._is_world = len(self.ranks) == dist.get_world_size()
         kind, backend = transport(dist.get_backend_config(group))
         self.device = torch.device("cpu")
         if kind != "cpu":
@@ -61,7 +62,9 @@ class Agreement:
         except RuntimeError as error:
             raise DistributedError(f"ranks {_some(self.ranks)} could not make a group for plans: {error}") from error
         self._control_device = torch.device("cpu") if control == "gloo" else self.device
-        self._finalizer = weakref.finalize(self, _destroy, [self._control, self._plans])
+        # torch names a group of a part of the world by its members and the number of groups there are: one made after
+        # another was ended would find the dead one's addresses, so these stay until torch.distributed ends
+        self._finalizer = weakref.finalize(self, _destroy, [self._control, self._plans] if self._is_world else [])
         self._finalizer.atexit = False
 
     @property
@@ -122,14 +125,12 @@ class Agreement:
         return channel
 
     def _new_group(self, backend: str, timeout: float, options: Any) -> dist.ProcessGroup:
-        # members of a part of the world are the only ones to come here
-        local = len(self.ranks) < dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
             self.ranks,
             timeout=datetime.timedelta(seconds=timeout),
             backend=backend,
             pg_options=options,
-            use_local_synchronization=local,
+            use_local_synchronization=not self._is_world,  # others do not come here
             group_desc="gpusampler",
         )
         return group

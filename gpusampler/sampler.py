@@ -296,7 +296,10 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         return replace(self._stats)
 
     def close(self) -> None:
-        """End the process groups that iterating made; they end with the sampler too. Iterating makes them anew."""
+        """End the process groups that iterating made; they end with the sampler too. Iterating makes them anew.
+
+        Those within a part of the world stay until torch.distributed ends.
+        """
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None

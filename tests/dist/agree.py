@@ -387,6 +387,9 @@ def subgroup(rank: int, world: int) -> dict[str, Any]:
     dist.broadcast = record  # what is recorded is the real broadcast
     try:
         got = list(sampler)
+        for _ in range(3):  # groups of a part of the world, again and again
+            sampler.close()
+            got = list(sampler) if got == alone(sampler) else []
     finally:
         dist.broadcast = broadcast
         dist.barrier()
