@@ -112,7 +112,7 @@ class CostModel:
             num_layers: layers, >= 1; every layer is alike, so that it does not change `alpha`.
             intermediate_size: width of the MLP; default 4 * hidden_size. In a mixture of experts: the width of one
                 expert times the experts a token is sent to.
-            num_heads: attention heads; default: as many as are hidden_size wide together.
+            num_heads: attention heads; default: as many as are `hidden_size` wide together.
             num_kv_heads: key and value heads; default num_heads.
             head_dim: width of a head; default hidden_size / num_heads.
             gated_mlp: the MLP has three matrices (SwiGLU, GeGLU) rather than two.
@@ -128,12 +128,19 @@ class CostModel:
         hidden = check_int("hidden_size", hidden_size, minimum=1)
         check_int("num_layers", num_layers, minimum=1)
         mlp = 4 * hidden if intermediate_size is None else check_int("intermediate_size", intermediate_size, minimum=1)
-        if num_heads is None and (num_kv_heads is not None or head_dim is not None):
-            raise ParameterError("num_heads must be given with num_kv_heads or head_dim, got None")
-        heads = 1 if num_heads is None else check_int("num_heads", num_heads, minimum=1)
-        if head_dim is None and hidden % heads:
-            raise ParameterError(f"num_heads must divide hidden_size, got {heads} heads for a hidden size of {hidden}")
-        width = hidden // heads if head_dim is None else check_int("head_dim", head_dim, minimum=1)
+        width = None if head_dim is None else check_int("head_dim", head_dim, minimum=1)
+        if num_heads is not None:
+            heads = check_int("num_heads", num_heads, minimum=1)
+        elif num_kv_heads is not None:
+            raise ParameterError(f"num_heads must be given with num_kv_heads={num_kv_heads}, got None")
+        else:
+            heads = 1 if width is None else max(1, hidden // width)
+        if width is None:
+            width = hidden // heads
+            if hidden % heads:
+                raise ParameterError(
+                    f"num_heads must divide hidden_size, got {heads} heads for a hidden size of {hidden}"
+                )
         kv_heads = heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads, minimum=1, maximum=heads)
         parameters = hidden * width * (2 * heads + 2 * kv_heads) + (3 if gated_mlp else 2) * hidden * mlp
         linear = 2.0 * parameters + BANDWIDTH_FLOPS * hidden
