@@ -1,0 +1,15 @@
+"""Tests that need a GPU say so where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device: `make test-gpu`")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
