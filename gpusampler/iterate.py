@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gpusampler.sampler import GPUBatchRebalanceSampler
 
 _DEPTH = 2
+_FIRST_SAMPLES = 1 << 14
 _SIGN_OF_LIFE = 30.0
 _INT32_MAX = (1 << 31) - 1
 
@@ -40,7 +41,8 @@ class Spans:
 
     Attributes:
         step: the first.
-        rows: steps in a chunk; the last chunk may have fewer.
+        first: steps in a short first chunk, which is waited for; 0 if there is none.
+        rows: steps in a later chunk; the last may have fewer.
         composition: of the epoch.
 
     Example:
@@ -50,28 +52,34 @@ class Spans:
     """
 
     step: int
+    first: int
     rows: int
     composition: Composition
 
     @classmethod
     def cut(cls, step: int, composition: Composition, plan_ahead: int) -> Spans:
-        """Fewest chunks of up to `plan_ahead` steps."""
+        """Fewest chunks of up to `plan_ahead` steps, behind a short one if that is many samples to wait for."""
         left = max(0, composition.full_steps - step)
-        return cls(step, -(-left // max(1, -(-left // plan_ahead))), composition)
+        first = max(1, _FIRST_SAMPLES // composition.batch_size)
+        first = first if first < min(plan_ahead, left) else 0
+        left -= first
+        return cls(step, first, -(-left // max(1, -(-left // plan_ahead))), composition)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """First step and number of steps of each chunk."""
         full = self.composition.full_steps
+        if self.first:
+            yield self.step, self.first
         if self.rows:
-            for start in range(self.step, full, self.rows):
+            for start in range(self.step + self.first, full, self.rows):
                 yield start, min(self.rows, full - start)
         if self._tail:
             yield full, 1
 
     def __len__(self) -> int:
         """Return the number of chunks."""
-        left = self.composition.full_steps - self.step
-        return (-(-left // self.rows) if self.rows else 0) + self._tail
+        left = self.composition.full_steps - self.step - self.first
+        return (1 if self.first else 0) + (-(-left // self.rows) if self.rows else 0) + self._tail
 
     @property
     def _tail(self) -> bool:
@@ -80,7 +88,7 @@ class Spans:
     def message_size(self, dtype: torch.dtype) -> int:
         """Integers that hold any of the chunks."""
         groups = self.composition.groups
-        full = broadcast.message_size(self.rows, self.composition.batch_size, groups, dtype)
+        full = broadcast.message_size(max(self.first, self.rows), self.composition.batch_size, groups, dtype)
         tail = broadcast.message_size(1, self.composition.size(self.composition.full_steps), groups, dtype)
         return max(full, tail if self._tail else 0)
 
@@ -114,7 +122,8 @@ class MicroBatches(Iterator[list[int]]):
         if self._source is None:
             self._open()
         handed, sampler = self._handout.handed, self._sampler
-        self._reach(min(handed + self._lead, self._total - 1))
+        if handed + self._lead >= self._due:
+            self._reach(min(handed + self._lead, self._total - 1))
         if handed >= self._total:
             self._finish()
             raise StopIteration
@@ -139,7 +148,7 @@ class MicroBatches(Iterator[list[int]]):
         self._ready: deque[Chunk] = deque()
         step, self._slot = divmod(position, self._sampler.grad_accum)
         self._row = 0
-        self._covered = step * self._sampler.grad_accum
+        self._covered = self._due = step * self._sampler.grad_accum
         self._fill_at = sys.maxsize
 
     def _open(self) -> None:
@@ -181,7 +190,7 @@ class MicroBatches(Iterator[list[int]]):
     def _reach(self, index: int) -> None:
         """Have the chunks of micro-batches up to `index`, and set later ones going half a chunk before they are due."""
         source = self._source
-        if source is None or (index < self._covered and index < self._fill_at):
+        if source is None:
             return
         stats, began, waited = self._sampler._stats, time.perf_counter(), False
         while index >= self._covered:
@@ -197,6 +206,7 @@ class MicroBatches(Iterator[list[int]]):
         if index >= self._fill_at:
             self._fill_at = sys.maxsize
             source.fill()
+        self._due = min(self._covered, self._fill_at)
 
     def _advance(self, rows: int) -> None:
         self._handout.handed += 1

@@ -6,6 +6,7 @@ without a thread: a process that forks workers before it iterates has none to lo
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -138,9 +139,11 @@ class PlanAhead:
         """Drop what is planned and let the thread end; a chunk in the making is finished first, in the background."""
         self._pending.clear()
         self._starts = iter(())
-        if self._executor is not None:
+        if (
+            self._executor is not None and not sys.is_finalizing()
+        ):  # at exit, concurrent.futures ends its threads itself
             self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None
+        self._executor = None
 
     def _submit(self, depth: int) -> None:
         while len(self._pending) < depth:
