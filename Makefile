@@ -36,7 +36,7 @@ interpret: $(VENV)/test
 
 # The GPU kernels compiled for sm_80, sm_90, sm_100 and sm_120, without a GPU.
 aot: $(VENV)/test
-	$(BIN)/python -m pytest -m "not slow" tests/aot
+	COMPILE_AHEAD=1 $(BIN)/python -m pytest -m "not slow" tests/aot
 
 test-slow: $(VENV)/test
 	$(BIN)/python -m pytest -m slow --ignore=tests/interpret --ignore=tests/aot

@@ -119,21 +119,13 @@ class MicroBatches(Iterator[list[int]]):
 
     def __next__(self) -> list[int]:
         """Return the next micro-batch as builtin ints."""
-        if self._source is None:
-            self._open()
-        handed, sampler = self._handout.handed, self._sampler
-        if handed + self._lead >= self._due:
-            self._reach(min(handed + self._lead, self._total - 1))
-        if handed >= self._total:
-            self._finish()
-            raise StopIteration
-        chunk = self._ready[0]
-        ends = chunk.ends[self._row]
-        group = self._slot * sampler.dp_size + sampler.rank
-        begin = ends[group - 1] if group else 0
-        micro_batch: list[int] = chunk.samples[self._row, begin : ends[group]].tolist()
-        self._advance(len(chunk.samples))
-        return micro_batch
+        if not self._queue:
+            self._refill()
+        handout = self._handout
+        handout.handed += 1
+        if handout.handed % self._slots == 0:
+            self._stats.steps += 1
+        return self._queue.popleft()
 
     def __del__(self) -> None:
         """Let the planning thread end with the iteration."""
@@ -144,12 +136,41 @@ class MicroBatches(Iterator[list[int]]):
         if self._source is not None:
             self._source.close()
         self._source, self._lead = None, 0
-        self._total = len(self._sampler)
+        self._slots, self._stats, self._total = self._sampler.grad_accum, self._sampler._stats, len(self._sampler)
+        self._queue: deque[list[int]] = deque()
         self._ready: deque[Chunk] = deque()
-        step, self._slot = divmod(position, self._sampler.grad_accum)
+        step, self._slot = divmod(position, self._slots)
         self._row = 0
-        self._covered = self._due = step * self._sampler.grad_accum
+        self._covered = self._due = step * self._slots
         self._fill_at = sys.maxsize
+
+    def _refill(self) -> None:
+        """Cut micro-batches up to where chunks are due, half a chunk at a time, so that handing one out is little."""
+        if self._source is None:
+            self._open()
+        handed = self._handout.handed
+        if handed + self._lead >= self._due:
+            self._reach(min(handed + self._lead, self._total - 1))
+        if handed >= self._total:
+            self._finish()
+            raise StopIteration
+        for _ in range(max(1, min(self._due, self._covered) - self._lead - handed)):
+            self._queue.append(self._cut())
+
+    def _cut(self) -> list[int]:
+        chunk = self._ready[0]
+        ends = chunk.ends[self._row]
+        group = self._slot * self._sampler.dp_size + self._sampler.rank
+        begin = ends[group - 1] if group else 0
+        micro_batch: list[int] = chunk.samples[self._row, begin : ends[group]].tolist()
+        self._slot += 1
+        if self._slot == self._slots:
+            self._slot = 0
+            self._row += 1
+            if self._row == len(chunk.samples):
+                self._row = 0
+                self._ready.popleft()
+        return micro_batch
 
     def _open(self) -> None:
         sampler, epoch, position = self._sampler, self._epoch, self._handout.handed
@@ -192,13 +213,13 @@ class MicroBatches(Iterator[list[int]]):
         source = self._source
         if source is None:
             return
-        stats, began, waited = self._sampler._stats, time.perf_counter(), False
+        stats, began, waited = self._stats, time.perf_counter(), False
         while index >= self._covered:
             chunk = next(source)
             waited |= source.waited
             stats.chunks += 1
             self._ready.append(chunk)
-            count = len(chunk.samples) * self._sampler.grad_accum
+            count = len(chunk.samples) * self._slots
             self._fill_at = self._covered + count // 2
             self._covered += count
         if waited:
@@ -207,17 +228,6 @@ class MicroBatches(Iterator[list[int]]):
             self._fill_at = sys.maxsize
             source.fill()
         self._due = min(self._covered, self._fill_at)
-
-    def _advance(self, rows: int) -> None:
-        self._handout.handed += 1
-        self._slot += 1
-        if self._slot == self._sampler.grad_accum:
-            self._slot = 0
-            self._sampler._stats.steps += 1
-            self._row += 1
-            if self._row == rows:
-                self._row = 0
-                self._ready.popleft()
 
     def _finish(self) -> None:
         if self._source is not None:
