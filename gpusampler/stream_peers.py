@@ -93,7 +93,7 @@ class Peers:
                 f"ranks {self.ranks[0]} and {rank} read different samples of a shared stream; with sharded=True each "
                 "rank reads a stream of its own"
             )
-        return [Report(*row[1:_HEAD], tuple(row[_HEAD : _HEAD + row[2]])) for row in table]
+        return [Report(row[1], row[2], row[3], tuple(row[_HEAD : _HEAD + row[2]])) for row in table]
 
     def _raise_any(self, error: Exception | None) -> None:
         texts = self._objects(None if error is None else f"{type(error).__name__}: {error}")

@@ -50,9 +50,7 @@ def test_the_example():
 
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("highest", [4, 2**61])
-@pytest.mark.parametrize(
-    ("dp_size", "slots"), [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4), (9, 7), (64, 1), (1, 65)]
-)
+@pytest.mark.parametrize(("dp_size", "slots"), [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4), (9, 7), (64, 1), (1, 65)])
 def test_shapes(dp_size: int, slots: int, highest: int, per_step: bool):
     rng = np.random.default_rng(dp_size * 100 + slots)
     highest = min(highest, 2**61 // (dp_size * slots))
