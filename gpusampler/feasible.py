@@ -50,7 +50,7 @@ def check_cap(lengths: Lengths, composition: Composition, partition: Partition, 
     """Refuse a cap that some step of an epoch cannot meet.
 
     Raises:
-        ParameterError: naming the step, the micro-batches it needs, and the `grad_accum` that would do.
+        ParameterError: naming the step that needs most micro-batches, and the `grad_accum` that would do for it.
     """
     cap = partition.max_tokens
     size = max(composition.size(0), composition.size(composition.steps - 1))
@@ -61,12 +61,16 @@ def check_cap(lengths: Lengths, composition: Composition, partition: Partition, 
     starts = [(start, min(rows, last - start)) for start in range(0, last, rows)]
     if composition.tail and last == composition.full_steps:
         starts.append((composition.full_steps, 1))
+    worst, where = partition.groups, 0
     for start, count in starts:
-        batch = gather(lengths.values, composition.indices(epoch, start, count))
-        needed = spec.groups_needed(batch, cap)
-        if needed.max() > partition.groups:
-            row = int(np.argmax(needed > partition.groups))
-            raise ParameterError(partition.too_few_groups(int(needed[row]), f"step {start + row} of epoch {epoch}"))
+        needed = spec.groups_needed(gather(lengths.values, composition.indices(epoch, start, count)), cap)
+        if needed.max() > worst:
+            worst, where = int(needed.max()), start + int(needed.argmax())
+    if worst > partition.groups:
+        raise ParameterError(
+            partition.too_few_groups(worst, f"step {where} of epoch {epoch}")
+            + ("; the batches of other epochs may need more" if composition.shuffle else "")
+        )
 
 
 def _worst_fits(lengths: Lengths, composition: Composition, partition: Partition, cap: int) -> bool:
