@@ -138,7 +138,7 @@ def test_oversize_alone(tmp_path, capsys):
         ([*SHAPE, "--alpha", "nan"], "alpha must be finite, got nan"),
         ([*SHAPE, "--alpha", "1", "--config", "x"], "not allowed with argument --alpha"),
         ([*SHAPE, "--config", "/no/config.json"], "config '/no/config.json' cannot be read"),
-        ([*SHAPE, "--max-tokens", "500"], "--max-tokens=500 cannot be met in step 0 of epoch 0"),
+        ([*SHAPE, "--max-tokens", "500"], "--max-tokens=500 cannot be met in step 6 of epoch 0: it needs at least 32"),
         ([*SHAPE, "--column", "size"], "one array without columns"),
         ([*SHAPE, "--plot", "report.doc"], "plot must end in one of"),
         ([*SHAPE, "--sync", "never"], "argument --sync: invalid choice: 'never'"),
