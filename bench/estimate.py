@@ -22,7 +22,7 @@ MULTIPROCESSORS = 132
 ISSUE_A_CLOCK = 4 * 0.5
 LAUNCH_MICROSECONDS = 1.5
 TURNS = 4
-"""Turns of the min-max and equal-waste searches, as counted on lognormal lengths."""
+"""Turns of the min-max and equal-waste searches, an assumption, not a count."""
 CYCLES = {"LDG": 38, "LDS": 30, "SHFL": 24, "BAR": 24, "F2I": 20, "I2F": 20, "DMUL": 16, "CALL": 150}
 OTHER_CYCLES = 4.5
 

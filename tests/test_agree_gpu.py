@@ -90,17 +90,17 @@ def test_a_sampler_over_nccl_yields_what_it_yields_alone() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_next_does_not_synchronise_the_device() -> None:
-    shared, _ = samplers()
-    iterator = iter(shared)
-    next(iterator)
+    shared, alone = samplers()
+    iterator, expected = iter(shared), iter(alone)
+    assert next(iterator) == next(expected)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(60):
-            next(iterator)
+        taken = [next(iterator) for _ in range(60)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
         del iterator
         shared.close()
+    assert taken == [next(expected) for _ in range(60)]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -59,10 +59,10 @@ def test_carried_calls_on_a_gpu_do_not_synchronise() -> None:
     loop.step(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(10):
-            loop.step(batch)
+        steps = [loop.step(batch) for _ in range(10)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert all(step.state.is_cuda for step in steps)
 
 
 def test_memory_reported_on_a_gpu_is_what_the_allocator_holds() -> None:

@@ -64,9 +64,10 @@ def test_no_synchronisation():
     table = torch.from_numpy(ALPHAS).cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.plan_rows(lengths, None, table, 3.5, 8, 2, 0, False)
+        planned = engine.plan_rows(lengths, None, table, 3.5, 8, 2, 0, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert all(tensor.is_cuda for tensor in planned)
 
 
 def test_a_captured_plan_follows_its_input():
