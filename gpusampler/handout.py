@@ -1,24 +1,82 @@
-"""Who iterates a batch sampler, and how many micro-batches the training loop has taken, as opposed to how many were
-handed to a loader.
+"""Who reads and iterates a batch sampler, and how many micro-batches the training loop has taken, as opposed to how
+many were handed to a loader.
 
 A DataLoader with workers asks its batch sampler for `num_workers * prefetch_factor` micro-batches ahead. torch's
 loaders count the batches they have given to the loop in `_num_yielded`, in every release since 1.4 (torchdata's
 StatefulDataLoader does the same); a loader that iterates the sampler, itself or through batch samplers around it, is
 read there. accelerate's loaders hold one more batch back, until `end_of_dataloader`. Any other consumer is taken to use
 what it is handed.
+
+accelerate and Lightning take every batch sampler for one that is the same on all processes, and deal its batches out or
+make it anew. Both read `batch_size` before; there they are told otherwise.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpusampler.errors import ParameterError
+
+if TYPE_CHECKING:
+    from gpusampler.sampler import GPUBatchRebalanceSampler
 
 # Calls between a sampler and the loop: batch samplers around it, the loader's iterator with its bases, the loader.
 _MAX_FRAMES = 16
 _MAX_WRAPPERS = 4
+_LIGHTNING_READER = "_dataloader_init_kwargs_resolve_sampler"
+
+
+def told_size(sampler: GPUBatchRebalanceSampler, mean: int) -> Any:
+    """What the reader of `sampler.batch_size` is told; to be called from that property.
+
+    A `BatchSamplerShard` of accelerate reads it when it is made, to keep the batches of one of several processes. Of a
+    plan that is one rank's already it must keep all; it is told None, as sizes differ, and the sampler takes its rank.
+
+    Raises:
+        ParameterError: accelerate would split batches, or has other ranks; Lightning would make the sampler anew.
+    """
+    reader = sys._getframe(2)
+    owner = reader.f_locals.get("self")
+    fields = getattr(owner, "__dict__", {})
+    if fields.get("batch_sampler") is sampler and {"num_processes", "process_index", "split_batches"} <= fields.keys():
+        _keep_all(owner, sampler)
+        return None
+    if reader.f_code.co_name == _LIGHTNING_READER:
+        _leave_alone(sampler, bool(reader.f_locals.get("is_predicting")))
+    return mean
+
+
+def _keep_all(shard: Any, sampler: GPUBatchRebalanceSampler) -> None:
+    """Make a shard of one process, which hands on every batch, and pass epochs on through batch samplers around it."""
+    from gpusampler.integrations._loaders import take_place
+
+    if shard.split_batches:
+        raise ParameterError(
+            "split_batches=True cannot be honoured: each process loads the micro-batches planned for it"
+        )
+    take_place(sampler, shard.num_processes, shard.process_index, 1, "accelerate")
+    shard.num_processes, shard.process_index = 1, 0
+    shard.sampler = sampler.sampler
+
+
+def _leave_alone(sampler: GPUBatchRebalanceSampler, is_predicting: bool) -> None:
+    """Keep Lightning from making the sampler anew: without a batch size it predicts with the one there is.
+
+    Raises:
+        AttributeError: for Lightning.
+        ParameterError: it would put another sampler in its place.
+    """
+    helper = "wrap the loader by gpusampler.integrations.lightning.balanced_loader(loader, trainer)"
+    if not is_predicting:
+        raise ParameterError(
+            "use_distributed_sampler=True cannot be honoured: Lightning would make the batch sampler of every "
+            f"distributed loader anew, around a sampler of its own; {helper}, or set use_distributed_sampler=False"
+        )
+    if sampler.drop_last:
+        raise ParameterError("drop_last=True would leave samples without a prediction; give drop_last=False")
+    raise AttributeError("batch_size")
 
 
 class Consumer:
@@ -28,7 +86,7 @@ class Consumer:
         skips: batches that accelerate's `skip_first_batches` throws away, or None where it is not in use.
 
     Raises:
-        ParameterError: an accelerate wrapper would keep a part of this rank's micro-batches.
+        ParameterError: a wrapper of accelerate would keep a part of this rank's micro-batches, or deal them out.
     """
 
     def __init__(self, sampler: object) -> None:
@@ -48,6 +106,7 @@ class Consumer:
                     self._fields = vars(owner)
                     self._loader = weakref.ref(owner, self._loader_died)
             elif getattr(owner, "batch_sampler", None) is chain[0] and hasattr(owner, "end_of_dataloader"):
+                _refuse_dispatch(owner)
                 self._holder = weakref.ref(owner)
                 break
             if frame.f_back is None:
@@ -122,6 +181,14 @@ def _wrappers(owner: object, sampler: object) -> list[Any]:
             return chain
         wrapper = getattr(wrapper, "batch_sampler", None)
     return []
+
+
+def _refuse_dispatch(loader: Any) -> None:
+    if hasattr(loader, "slice_fn"):
+        raise ParameterError(
+            "dispatch_batches=True cannot be honoured: each process loads the micro-batches planned for it; leave it "
+            "off in DataLoaderConfiguration"
+        )
 
 
 def _refuse_shards(chain: list[Any]) -> None:

@@ -29,7 +29,7 @@ from gpusampler.errors import (
 )
 from gpusampler.feasible import check_cap, check_oversize
 from gpusampler.group import PlanGroup
-from gpusampler.handout import Consumer, Handout
+from gpusampler.handout import Consumer, Handout, told_size
 from gpusampler.iterate import MicroBatches
 from gpusampler.kernels.checks import gather, reorder
 from gpusampler.lengths import as_lengths
@@ -222,7 +222,8 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
     @property
     def batch_size(self) -> int:
         """Mean samples in a micro-batch, rounded down; micro-batches have different sizes."""
-        return self.effective_batch_size // self.partition.groups
+        size: int = told_size(self, self.effective_batch_size // self.partition.groups)
+        return size
 
     @property
     def repeated(self) -> int:

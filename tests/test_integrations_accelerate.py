@@ -15,6 +15,8 @@ from gpusampler import GPUBatchRebalanceSampler
 from gpusampler.integrations.accelerate import prepare, prepare_loader
 
 RANKS = range(2)
+LOADERS = ["plain", "fork", "spawn", "counted", "own prepare", "own prepare, fork", "own prepare, counted"]
+PREPARED = ["", " own prepare"]
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +33,33 @@ def bare(rank: int, epoch: int) -> list[list[int]]:
 
 
 @pytest.mark.dist
-def test_l01_prepare_does_not_cut_the_plan(ranks: list[dict]):
-    assert [rank["small"]["len"] for rank in ranks] == [[2, 2], [2, 2]]
-    rows = [row for rank in ranks for batch in rank["small"]["rows"] for row in batch]
+@pytest.mark.parametrize("how", ["ours", "plain"])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("even", [True, False])
+def test_l01_prepare_does_not_cut_the_plan(ranks: list[dict], how: str, drop_last: bool, even: bool):
+    found = [rank["small"][f"{how} {drop_last} {even}"] for rank in ranks]
+    assert [part["len"] for part in found] == [[2, 2], [2, 2]]
+    rows = [row for part in found for batch in part["rows"] for row in batch]
     assert sorted(rows) == list(range(16))
+    sampler = GPUBatchRebalanceSampler(range(10, 26), 8, dp_size=2, rank=1, drop_last=drop_last)
+    assert found[1]["rows"] == list(sampler)
 
 
 @pytest.mark.dist
 def test_l01_a_loader_that_is_cut_says_what_to_use(ranks: list[dict]):
     for rank in ranks:
-        assert "BatchSamplerShard would keep one of 2" in rank["small"]["plain"]
-        assert "gpusampler.integrations.accelerate.prepare" in rank["small"]["plain"]
+        assert "BatchSamplerShard would keep one of 2" in rank["refused"]["shard"]
+        assert "gpusampler.integrations.accelerate.prepare" in rank["refused"]["shard"]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("loader", ["plain", "fork", "spawn", "counted"])
+def test_gather_for_metrics_of_a_plain_prepare_keeps_the_last_micro_batches(ranks: list[dict]):
+    for rank in ranks:
+        assert sorted(rank["gathered"]) == list(range(15))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("loader", LOADERS)
 def test_l14_l41_every_epoch_reaches_the_sampler(ranks: list[dict], loader: str):
     for rank in RANKS:
         epochs = ranks[rank]["epochs"][loader]
@@ -60,19 +74,22 @@ def test_l14_l41_every_epoch_reaches_the_sampler(ranks: list[dict], loader: str)
 @pytest.mark.dist
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("way", ["load", "skip", "both"])
-def test_l43_resume_in_a_later_epoch(ranks: list[dict], way: str, workers: int):
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_l43_resume_in_a_later_epoch(ranks: list[dict], way: str, workers: int, prepared: str):
     for rank in RANKS:
-        found = ranks[rank][f"resume {workers}"]
+        found = ranks[rank][f"resume {workers}{prepared}"]
         assert found[way] == bare(rank, 1)[3:]
         assert found[f"{way} next"] == bare(rank, 2)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("workers", [0, 2])
-def test_l44_batches_held_by_the_loaders_are_not_consumed(ranks: list[dict], workers: int):
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_l44_batches_held_by_the_loaders_are_not_consumed(ranks: list[dict], workers: int, prepared: str):
     for rank in ranks:
-        assert rank[f"resume {workers}"]["consumed"] == 3
-        assert [rank[f"resume {workers}"][f"{way} consumed"] for way in ("load", "skip", "both")] == [4, 4, 4]
+        found = rank[f"resume {workers}{prepared}"]
+        assert found["consumed"] == 3
+        assert [found[f"{way} consumed"] for way in ("load", "skip", "both")] == [4, 4, 4]
 
 
 @pytest.mark.dist
@@ -89,9 +106,11 @@ def test_weighted_gradient_under_accumulate_is_exact(ranks: list[dict]):
 def test_what_cannot_be_honoured_is_named(ranks: list[dict]):
     for rank in ranks:
         for name in ("dispatch_batches", "split_batches"):
-            assert rank["refused"][name].startswith(f"{name}=True cannot be honoured")
+            assert rank["refused"][f"{name} False"].startswith(f"{name}=True cannot be honoured")
+            assert name in rank["refused"][f"{name} True"]
         assert "is 1 and grad_accum of the sampler is 2" in rank["refused"]["gradient_accumulation_steps"]
-        assert "dp_size of the sampler is 1, but accelerate runs 2 processes" in rank["refused"]["dp_size"]
+        for name in ("dp_size", "dp_size plain"):
+            assert "dp_size of the sampler is 1, but accelerate runs 2 processes" in rank["refused"][name]
         assert rank["refused"]["objects"].startswith("objects must hold a DataLoader")
 
 

@@ -25,11 +25,14 @@ from gpusampler import GPUBatchRebalanceSampler, microbatch_weight
 from gpusampler.integrations.accelerate import prepare
 
 
-def make(accelerator, lengths=LENGTHS, batch=8, slots=2, **loader):
-    sampler = GPUBatchRebalanceSampler(lengths, batch, dp_size=2, grad_accum=slots)  # no rank: `prepare` gives it
-    return prepare(
-        accelerator, DataLoader(Rows(list(lengths)), batch_sampler=sampler, collate_fn=collate, **loader)
-    ), sampler
+def make(accelerator, lengths=LENGTHS, batch=8, slots=2, plain=False, **loader):
+    """Through `prepare`, or `plain` through accelerate's own, with the sampler registered for checkpoints."""
+    sampler = GPUBatchRebalanceSampler(lengths, batch, dp_size=2, grad_accum=slots)  # no rank: preparing gives it
+    data = DataLoader(Rows(list(lengths)), batch_sampler=sampler, collate_fn=collate, **loader)
+    if not plain:
+        return prepare(accelerator, data), sampler
+    accelerator.register_for_checkpointing(sampler)
+    return accelerator.prepare(data), sampler
 
 
 def read(loader):
@@ -38,12 +41,25 @@ def read(loader):
 
 def small(rank):
     """L01."""
+    found = {}
+    for even in (True, False):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even))
+        for name, wrap in (("ours", lambda a, x: prepare(a, x)), ("plain", lambda a, x: a.prepare(x))):
+            for drop in (True, False):
+                sampler = GPUBatchRebalanceSampler(range(10, 26), 8, dp_size=2, rank=rank, drop_last=drop)
+                loader = DataLoader(Rows(list(range(10, 26))), batch_sampler=sampler, collate_fn=collate)
+                prepared = wrap(accelerator, loader)
+                lens = [len(loader), len(prepared)]
+                found[f"{name} {drop} {even}"] = {"len": lens, "rows": read(prepared)}
+    return found
+
+
+def gathered():
+    """What `gather_for_metrics` leaves of an epoch with a plain `accelerator.prepare`."""
     accelerator = Accelerator(cpu=True)
-    sampler = GPUBatchRebalanceSampler(range(10, 26), 8, dp_size=2, rank=rank)
-    loader = DataLoader(Rows(list(range(10, 26))), batch_sampler=sampler, collate_fn=collate)
-    prepared = prepare(accelerator, loader)
-    plain = caught(lambda: list(accelerator.prepare(loader)))
-    return {"len": [len(loader), len(prepared)], "rows": read(prepared), "plain": plain}
+    sampler = GPUBatchRebalanceSampler(range(1, 16), 8, dp_size=2, rank=0, drop_last=False)
+    loader = accelerator.prepare(DataLoader([float(i) for i in range(15)], batch_sampler=sampler))
+    return [i for batch in loader for i in accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)]
 
 
 def epochs(rank):
@@ -54,20 +70,24 @@ def epochs(rank):
         "plain": {},
         "fork": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"},
         "spawn": {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
+        "own prepare": {"plain": True},
+        "own prepare, fork": {"plain": True, "num_workers": 2, "persistent_workers": True},
     }.items():
         loader, _ = make(accelerator, **options)
         found[name] = []
         for epoch in range(3):
             loader.set_epoch(epoch)
             found[name].append(read(loader))
-    loader, _ = make(accelerator)
-    found["counted"] = [read(loader) for _ in range(3)]
+    for name, plain in (("counted", False), ("own prepare, counted", True)):
+        loader, _ = make(accelerator, plain=plain)
+        found[name] = [read(loader) for _ in range(3)]
     return found
 
 
-def resume(folder, workers):
+def resume(folder, workers, plain=False):
     """L43, L44: stop in epoch 1 behind 3 batches; go on by load_state, by skip_first_batches, and by both."""
     options = {"num_workers": workers, "prefetch_factor": 2} if workers else {}
+    options["plain"] = plain
     found = {}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader, sampler = make(accelerator, **options)
@@ -84,9 +104,12 @@ def resume(folder, workers):
         loader, sampler = make(accelerator, **options)
         if name != "skip":
             accelerator.load_state(folder)
-        else:
+        if name == "skip" or plain:
             loader.set_epoch(1)
         rest = loader if name == "load" else accelerator.skip_first_batches(loader, 3)
+        if name == "skip":
+            loader.set_epoch(0)
+            rest.set_epoch(1)  # reaches the sampler through the loader that skips as well
         iterator = iter(rest)
         batches = [rows_of(next(iterator)["input_ids"])]
         found[f"{name} consumed"] = sampler.state_dict()["consumed"]
@@ -131,12 +154,18 @@ def refused():
     found = {}
     for name in ("dispatch_batches", "split_batches"):
         config = DataLoaderConfiguration(**{name: True})
-        found[name] = caught(lambda c=config: make(Accelerator(cpu=True, dataloader_config=c), slots=1))
+        for plain in (False, True):
+            found[f"{name} {plain}"] = caught(
+                lambda c=config, p=plain: read(make(Accelerator(cpu=True, dataloader_config=c), slots=1, plain=p)[0])
+            )
     accelerator = Accelerator(cpu=True)
     found["gradient_accumulation_steps"] = caught(lambda: make(accelerator))
     sampler = GPUBatchRebalanceSampler(LENGTHS, 8, dp_size=1, rank=0)
     loader = DataLoader(Rows(), batch_sampler=sampler)
     found["dp_size"] = caught(lambda: prepare(accelerator, loader))
+    found["dp_size plain"] = caught(lambda: accelerator.prepare(loader))
+    around = accelerator.skip_first_batches(DataLoader(Rows(), batch_sampler=GPUBatchRebalanceSampler(LENGTHS, 8)), 1)
+    found["shard"] = caught(lambda: list(accelerator.prepare(around)))
     found["objects"] = caught(lambda: prepare(accelerator, DataLoader(Rows())))
     return found
 
@@ -145,7 +174,10 @@ if __name__ == "__main__":
     folder = sys.argv[1]
     rank = Accelerator(cpu=True).process_index
     report = {"small": small(rank), "epochs": epochs(rank), "gradient": gradients(), "refused": refused()}
-    report |= {f"resume {n}": resume(str(Path(folder) / f"state{n}"), n) for n in (0, 2)}
+    report["gathered"] = gathered()
+    for n in (0, 2):
+        report[f"resume {n}"] = resume(str(Path(folder) / f"state{n}"), n)
+        report[f"resume {n} own prepare"] = resume(str(Path(folder) / f"plain{n}"), n, plain=True)
     report["finished"] = finished(str(Path(folder) / "finished"))
     answer(folder, rank, report)
     torch.distributed.destroy_process_group()
