@@ -73,11 +73,18 @@ def test_l43_l44_resume_within_an_epoch_with_workers(by_torchrun: Path):
 
 
 @pytest.mark.dist
-def test_l31_without_the_helper_lightning_fails(by_torchrun: Path):
+def test_l31_without_the_helper_the_error_says_what_to_set(by_torchrun: Path):
     for errors in read(by_torchrun, "errors"):
-        assert "unexpected keyword argument 'batch_size'" in errors["default"]
+        assert errors["default"].startswith("use_distributed_sampler=True cannot be honoured")
+        assert "balanced_loader(loader, trainer), or set use_distributed_sampler=False" in errors["default"]
+        assert errors["predict"].startswith("drop_last=True would leave samples without a prediction")
         assert "dp_size of the sampler is 1, but Lightning runs 2 processes: give dp_size=2" in errors["dp_size"]
         assert "accumulate_grad_batches of the Trainer is 1 and grad_accum of the sampler is 2" in errors["accumulate"]
+
+
+@pytest.mark.dist
+def test_l31_l14_without_the_helper_what_the_error_says_works(by_torchrun: Path):
+    check_fit_and_predict(by_torchrun / "plain")
 
 
 class Model(LightningModule):
@@ -94,6 +101,7 @@ class Model(LightningModule):
 
     def predict_step(self, batch, batch_idx):
         self.seen.append((0, rows_of(batch["input_ids"])))
+        return torch.zeros(1)  # nothing would be a warning
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -105,9 +113,10 @@ def trainer(folder: Path, **options: object) -> Trainer:
     return Trainer(default_root_dir=folder, **{**defaults, **quiet, **options})
 
 
-def loader(run: Trainer, workers: int = 0, **options: object) -> DataLoader:
+def loader(run: Trainer, workers: int = 0, loading: dict | None = None, **options: object) -> DataLoader:
     sampler = GPUBatchRebalanceSampler(LENGTHS, 12, **options)
-    return balanced_loader(DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate, num_workers=workers), run)
+    data = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate, num_workers=workers, **(loading or {}))
+    return balanced_loader(data, run)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -123,6 +132,23 @@ def test_l43_resume_at_the_end_of_an_epoch(tmp_path: Path, workers: int):
     for epoch in (2, 3):
         sampler.set_epoch(epoch)
         assert [rows for at, rows in model.seen if at == epoch] == list(sampler)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_l41_persistent_workers(tmp_path: Path, context: str):
+    model, run = Model(), trainer(tmp_path, max_epochs=3)
+    run.fit(model, loader(run, 2, {"persistent_workers": True, "multiprocessing_context": context}))
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 12)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert [rows for at, rows in model.seen if at == epoch] == list(sampler)
+
+
+def test_l31_predict_on_one_process_without_the_helper(tmp_path: Path):
+    model, run = Model(), trainer(tmp_path)
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 13, grad_accum=2, drop_last=False)
+    run.predict(model, DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate))
+    assert [rows for _, rows in model.seen] == list(sampler)
 
 
 def test_a_loader_from_the_hook_of_the_module(tmp_path: Path):

@@ -288,6 +288,17 @@ def test_own_count_of_items(tmp_path: Path):
     assert counted == sizes + sizes  # for the total, then for each weight
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_l41_persistent_workers(tmp_path: Path, context: str):
+    options = {"dataloader_persistent_workers": True, "dataloader_multiprocessing_context": context}
+    trainer = balance(recorder(tmp_path, num_train_epochs=3, dataloader_num_workers=2, **options), cost=COST)
+    trainer.train()
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 6, grad_accum=2, drop_last=False, cost=COST)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert trainer.seen[16 * epoch : 16 * (epoch + 1)] == list(sampler)
+
+
 def test_resume_within_an_epoch_of_another_order_is_refused(tmp_path: Path):
     recorder(tmp_path, max_steps=3, save_strategy="steps", save_steps=3).train()
     checkpoint = str(tmp_path / "checkpoint-3")
