@@ -39,6 +39,14 @@ def test_step_gradient_is_that_of_one_process(ranks: list[dict], loss: str):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("loss", ["num_items tail", "mean tail", "ignores tail"])
+def test_repeats_that_fill_up_the_last_step_count_nothing(ranks: list[dict], loss: str):
+    rows = [row for rank in ranks for batch in rank[loss]["rows"] for row in batch]
+    assert max(Counter(rows).values()) > 1
+    assert max(rank[loss]["error"] for rank in ranks) < 1e-6
+
+
+@pytest.mark.dist
 def test_every_sample_once_an_epoch_and_other_steps_each_epoch(ranks: list[dict]):
     epochs = []
     for epoch in range(3):
@@ -158,6 +166,11 @@ def test_lengths_of_a_column_of_tokens(tmp_path: Path, change):
     dataset = change(as_columns())
     sampler = sampler_of(balance(recorder(tmp_path, dataset), cost=COST))
     assert sampler.lengths.values.tolist() == [len(dataset[i]["input_ids"]) for i in range(48)]
+
+
+def test_lengths_that_count_nothing_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="lengths of 'length' are all 1"):
+        sampler_of(balance(recorder(tmp_path, as_columns(length=[1] * 48)), cost=COST))
 
 
 class Features(Dataset):

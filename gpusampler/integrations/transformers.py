@@ -11,12 +11,10 @@ model divides by `num_items_in_batch` are exact already.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -24,6 +22,16 @@ from gpusampler import state as states
 from gpusampler.cost import CostModel
 from gpusampler.errors import ParameterError, ParameterTypeError, quote
 from gpusampler.integrations._loaders import with_batch_sampler
+from gpusampler.integrations._trainer import (
+    cost_of,
+    fillers,
+    ignores_num_items,
+    is_divided,
+    read_lengths,
+    sync_of,
+    without_labels,
+)
+from gpusampler.integrations._trainer import count_items as count_labels
 from gpusampler.integrations.accelerate import prepare_loader
 from gpusampler.lengths import Lengths, as_lengths
 from gpusampler.sampler import GPUBatchRebalanceSampler
@@ -58,8 +66,8 @@ def balance(
 
     Args:
         trainer: the Trainer; it is changed and returned.
-        lengths: length of each training sample; default: the dataset's column `length_column_name`, else the length of
-            the model's first input (`input_ids`) in every sample.
+        lengths: length of each training sample; default: `lengths_from` the dataset's column `length_column_name`, else
+            from the model's first input (`input_ids`), read by `dataloader_num_workers` processes.
         cost: default `CostModel.from_config(model.config)`.
         max_tokens: as in `GPUBatchRebalanceSampler`.
         oversize: as in `GPUBatchRebalanceSampler`.
@@ -90,17 +98,17 @@ def balance(
     trainer.__class__ = type(f"Balanced{base.__name__}", (BalancedTrainer, base), {"__module__": base.__module__})
     trainer._balance_lengths = lengths
     trainer._balance_options = {
-        "cost": _cost(trainer) if cost is None else cost,
+        "cost": cost_of(trainer) if cost is None else cost,
         "max_tokens": max_tokens,
         "oversize": oversize,
         "layout": layout,
-        "sync": _sync(trainer) if sync is None else sync,
+        "sync": sync_of(trainer) if sync is None else sync,
         "lookahead": lookahead,
         "pad_multiple": pad_multiple,
         "process_group": process_group,
         "device": device,
     }
-    trainer._balance_count = count_items or (lambda inputs: _count_items(trainer, inputs))
+    trainer._balance_count = count_items or (lambda inputs: count_labels(trainer, inputs))
     trainer.add_callback(BalancedPosition())
     return trainer
 
@@ -114,6 +122,8 @@ class BalancedTrainer:
     _balance_read: tuple[Any, Lengths] | None = None
     _balance_total: Any = None
     _balance_probed: bool = False
+    _balance_fillers: Sequence[bool] = ()
+    _balance_is_filler: bool = False
 
     def get_train_dataloader(self: Any) -> Any:
         """The Trainer's own loader with the balancing sampler in it."""
@@ -130,21 +140,39 @@ class BalancedTrainer:
         self._balance_total = None
         if not self._balance_probed and num_items is not None:
             self._balance_probed = True
-            if _ignores_num_items(self, batches[0], num_items):
+            if ignores_num_items(self, batches[0], num_items):
                 self.model_accepts_loss_kwargs, num_items = False, None
-        if batches and not _is_divided(self, num_items):
-            counts = [torch.as_tensor(self._balance_count(batch)).to(device) for batch in batches]
+        if batches and not is_divided(self, num_items):
+            pairs = zip(batches, self._balance_fillers, strict=True)
+            counts = [torch.as_tensor(0 if filler else self._balance_count(b)).to(device) for b, filler in pairs]
             ranks = self.accelerator.gather(torch.stack(counts).sum().reshape(1))
             replicas = len(ranks) // self._balance_sampler.dp_size
             self._balance_total = ranks.sum() / (replicas * len(batches))
         return batches, num_items
 
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
+        """Count nothing in micro-batches that only fill up the last step of an epoch."""
+        self._balance_fillers = fillers(self._balance_sampler, len(batch_samples))
+        counted = [
+            without_labels(batch) if filler else batch
+            for batch, filler in zip(batch_samples, self._balance_fillers, strict=True)
+        ]
+        return super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note whether this micro-batch only fills up its step."""
+        self._balance_is_filler = any(self._balance_fillers[:1])
+        self._balance_fillers = self._balance_fillers[1:]
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Weigh the mean loss of a micro-batch by its share of the step's items."""
-        weight = None
-        if self._balance_total is not None and model.training:
+        weight: Any = None
+        if self._balance_is_filler and model.training:
+            weight = 0.0
+        elif self._balance_total is not None and model.training:
             items = torch.as_tensor(self._balance_count(inputs)).to(self._balance_total.device)
             weight = microbatch_weight(items, self._balance_total, dp_size=self._balance_sampler.dp_size)
         result = super().compute_loss(  # type: ignore[misc]
@@ -225,7 +253,7 @@ def _sampler(trainer: Any) -> GPUBatchRebalanceSampler:
     args = trainer.args
     if trainer._balance_read is None or trainer._balance_read[0] is not trainer.train_dataset:
         lengths = trainer._balance_lengths
-        lengths = as_lengths(_read_lengths(trainer) if lengths is None else lengths)
+        lengths = as_lengths(read_lengths(trainer) if lengths is None else lengths)
         trainer._balance_read = trainer.train_dataset, lengths
     batch = trainer.get_total_train_batch_size(args)
     dp_size = batch // (trainer._train_batch_size * args.gradient_accumulation_steps)
@@ -242,86 +270,3 @@ def _sampler(trainer: Any) -> GPUBatchRebalanceSampler:
     )
     sampler: GPUBatchRebalanceSampler = trainer._balance_sampler
     return sampler
-
-
-def _cost(trainer: Any) -> CostModel:
-    config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
-    if config is None:
-        return CostModel()
-    try:
-        return CostModel.from_config(config)
-    except ParameterError as error:
-        raise ParameterError(f"cost must be given, as it does not follow from the model's config: {error}") from error
-
-
-def _sync(trainer: Any) -> str:
-    ddp = trainer.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    every = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    return "step" if ddp and not every and not trainer.is_fsdp_enabled else "microbatch"
-
-
-def _is_divided(trainer: Any, num_items: Any) -> bool:
-    """Whether the step's losses are divided by the number of its items; the Trainer's own rule."""
-    if trainer.loss_is_scaled_for_ga is not None:
-        return bool(trainer.loss_is_scaled_for_ga)
-    return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
-
-
-def _ignores_num_items(trainer: Any, inputs: Any, num_items: Any) -> bool:
-    """Whether the model takes `num_items_in_batch` but returns the mean over the micro-batch all the same.
-
-    Many classifiers do. The Trainer takes such a loss for divided: it would neither divide it by the accumulation
-    steps nor could it weigh micro-batches. Two forward passes tell, once.
-    """
-    if trainer.loss_is_scaled_for_ga is not None or trainer.compute_loss_func is not None:
-        return False
-    trainer.model_wrapped.eval()
-    inputs = trainer._prepare_inputs(inputs)
-    with torch.no_grad():
-        once, twice = (
-            trainer.compute_loss(trainer.model_wrapped, dict(inputs), num_items_in_batch=num_items * factor).mean()
-            for factor in (1, 2)
-        )
-    same = torch.isclose(once, twice, rtol=1e-3) & (once != 0)
-    ignores = bool(trainer.accelerator.gather(same.reshape(1)).any())
-    if ignores:
-        warnings.warn(
-            f"{type(trainer.model).__name__} takes num_items_in_batch but returns the mean over a micro-batch: the "
-            "losses are weighted and divided by gradient_accumulation_steps, as if accepts_loss_kwargs were False",
-            stacklevel=2,
-        )
-    return ignores
-
-
-def _count_items(trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    for name in trainer.label_names:
-        labels = inputs.get(name)
-        if isinstance(labels, torch.Tensor):
-            return (labels[..., 1:] if trainer._loss_shifts_labels else labels).ne(-100).sum()
-    return next(len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
-
-
-def _read_lengths(trainer: Any) -> Any:
-    dataset, column = trainer.train_dataset, trainer.args.length_column_name
-    names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
-    columns = getattr(dataset, "column_names", None)
-    if columns is not None:
-        if column in columns:
-            return dataset.with_format(None)[column]
-        if names[0] in columns:
-            table = dataset.select_columns(names[0]).with_format("arrow")
-            blocks = (block.column(0).combine_chunks() for block in table.iter(batch_size=10_000))
-            return [length for block in blocks for length in block.value_lengths().to_pylist()]
-        found = ", ".join(map(repr, columns))
-    else:
-        first = dataset[0]
-        if isinstance(first, Mapping):
-            for name, measure in ((column, lambda value: value), (names[0], len)):
-                if name in first:
-                    return [measure(dataset[i][name]) for i in range(len(dataset))]
-        found = f"items of type {type(first).__name__}"
-        if isinstance(first, Mapping):
-            found = ", ".join(map(repr, first))
-    raise ParameterError(
-        f"lengths must be given: the dataset has no {column!r} (length_column_name) and no {names[0]!r}, got {found}"
-    )

@@ -42,13 +42,10 @@ class Recorder(Trainer):
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradient of the first step."""
-
-    first = None
+    """Keeps the gradient of the last step."""
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        if self.first is None:
-            self.first = flat_gradient(model).clone()
+        self.last = flat_gradient(model).clone()
 
 
 def llama():
@@ -69,7 +66,6 @@ def arguments(folder, **options):
         folder,
         per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
-        dataloader_drop_last=True,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -80,23 +76,28 @@ def arguments(folder, **options):
     )
 
 
-def gradient(folder, model, collate_fn, **options):
-    """Largest difference between the first step's gradient and that of one process for the same 12 rows."""
-    rows = GPUBatchRebalanceSampler(LENGTHS, 12, seed=42).indices(0).tolist()
+def gradient(folder, model, collate_fn, tail=0):
+    """Largest difference between a step's gradient and that of one process for the same 12 rows.
+
+    With `tail` it is the step behind them, of so few rows that some are repeated to fill it up.
+    """
+    lengths = LENGTHS[: 12 + tail] if tail else LENGTHS
+    rows = GPUBatchRebalanceSampler(lengths, 12, seed=42, drop_last=False).indices(1 if tail else 0).tolist()
+    rows = rows[:tail] if tail else rows
     model.eval()
     wanted = full_gradient(model, rows, collate_fn)
     model.train()
     keep = Gradients()
-    arguments_ = arguments(folder, max_steps=1, learning_rate=1e-3, **options)
+    arguments_ = arguments(folder, max_steps=2 if tail else 1, learning_rate=0.0)
     cost = CostModel() if isinstance(model, TokenModel) else None
-    trainer = Recorder(model, arguments_, train_dataset=Rows(), data_collator=collate_fn, callbacks=[keep])
+    trainer = Recorder(model, arguments_, train_dataset=Rows(lengths), data_collator=collate_fn, callbacks=[keep])
     trainer = balance(trainer, cost=cost)
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         trainer.train()
     said = [str(w.message) for w in caught_warnings if "num_items_in_batch" in str(w.message)]
     scale = float(wanted.abs().max())
-    return {"error": float((keep.first - wanted).abs().max()) / scale, "said": said, "rows": trainer.seen}
+    return {"error": float((keep.last - wanted).abs().max()) / scale, "said": said, "rows": trainer.seen}
 
 
 def runs(folder, workers):
@@ -138,6 +139,9 @@ if __name__ == "__main__":
         "num_items": gradient(folder, llama(), collate),
         "ignores": gradient(folder, bert(), collate_category),
         "mean": gradient(folder, TokenModel(), collate),
+        "num_items tail": gradient(folder, llama(), collate, tail=3),
+        "ignores tail": gradient(folder, bert(), collate_category, tail=1),
+        "mean tail": gradient(folder, TokenModel(), collate, tail=1),
         "batch": batch_sizes(folder),
     }
     found["runs"] = runs(str(Path(folder) / "runs"), workers=2)
