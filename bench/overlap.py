@@ -24,6 +24,7 @@ from bench.record import Record
 from gpusampler import GPUBatchRebalanceSampler
 from gpusampler.group import PlanGroup
 from gpusampler.pipeline import PlanAhead
+from gpusampler.plan import Partition
 
 Span = tuple[str, float, float]
 SETTINGS = {
@@ -41,9 +42,9 @@ class _Traced(GPUBatchRebalanceSampler):
     spans: list[Span]
     delay = 0.0
 
-    def _plan_chunk(self, epoch: int, step: int, count: int) -> Any:
+    def _plan_chunk(self, epoch: int, step: int, count: int, partition: Partition) -> Any:
         began = time.perf_counter()
-        chunk = super()._plan_chunk(epoch, step, count)
+        chunk = super()._plan_chunk(epoch, step, count, partition)
         time.sleep(self.delay * count)
         self.spans.append(("plan", began, time.perf_counter()))
         return chunk

@@ -8,10 +8,12 @@ loader = DataLoader(dataset, batch_sampler=sampler)
 
 from gpusampler._version import __version__
 from gpusampler.cost import CostModel
-from gpusampler.group import PlanGroup, dp_coordinates
+from gpusampler.errors import DistributedError, NotAvailableError, ParameterError
+from gpusampler.group import PlanGroup, from_device_mesh
 from gpusampler.lengths_from import lengths_from
 from gpusampler.plan import BatchPlan, plan_batches
 from gpusampler.sampler import GPUBatchRebalanceSampler
+from gpusampler.stats import PlanStats
 from gpusampler.streaming import BalancedStream
 from gpusampler.weights import microbatch_weight
 
@@ -19,10 +21,14 @@ __all__ = [
     "BalancedStream",
     "BatchPlan",
     "CostModel",
+    "DistributedError",
     "GPUBatchRebalanceSampler",
+    "NotAvailableError",
+    "ParameterError",
     "PlanGroup",
+    "PlanStats",
     "__version__",
-    "dp_coordinates",
+    "from_device_mesh",
     "lengths_from",
     "microbatch_weight",
     "plan_batches",

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gpusampler.broadcast import Channel, DistributedError
-from gpusampler.errors import quote
+from gpusampler.broadcast import Channel
+from gpusampler.errors import DistributedError, quote
 from gpusampler.group import PlanGroup, transport
 
 _ROW = 32

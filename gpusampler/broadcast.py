@@ -23,16 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gpusampler.errors import DistributedError
 from gpusampler.pipeline import Chunk, Integers
 
 HEADER = 10
 TEXT_BYTES = 4096
 _FORMAT = 0x67504C31
 _LOW = (1 << 31) - 1
-
-
-class DistributedError(RuntimeError):
-    """The ranks of a process group cannot go on together: they disagree, one failed, or one does not answer."""
 
 
 class Status(IntEnum):

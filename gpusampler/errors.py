@@ -24,6 +24,10 @@ class NotAvailableError(ParameterError, NotImplementedError):
     """A documented option that this version does not have yet."""
 
 
+class DistributedError(RuntimeError):
+    """The ranks of a process group cannot go on together: they disagree, one failed, or one does not answer."""
+
+
 def quote(value: object, limit: int = 80) -> str:
     """`repr(value)`, cut to `limit` characters: a message never dumps a tensor."""
     text = " ".join(repr(value).split())

@@ -87,37 +87,64 @@ class PlanGroup:
 
 
 class Coordinates(NamedTuple):
-    """Which part of the data a process trains: part `rank` of `dp_size`."""
+    """Which part of the data a process trains: part `rank` of `dp_size`; unpacks in that order."""
 
     dp_size: int
     rank: int
 
 
-def dp_coordinates(mesh: Any, dims: str | Sequence[str]) -> Coordinates:
-    """Data-parallel coordinates of this process in a device mesh.
+def from_device_mesh(mesh: Any, dims: str | Sequence[str]) -> Coordinates:
+    """Which part of the data this process trains, by its place in a device mesh.
+
+    Processes that differ only in other dimensions, such as tensor- and context-parallel ones, train on the same rows.
 
     Args:
-        mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions.
-        dims: names of the dimensions that split the data, major first, such as ("dp_replicate", "dp_shard"). Processes
-            that differ only in other dimensions train on the same rows.
+        mesh: a `torch.distributed.device_mesh.DeviceMesh` with named dimensions, this process in it.
+        dims: names of the dimensions that split the data, major first, such as ("dp_replicate", "dp_shard"); also of
+            dimensions that were made of others by `_flatten`.
 
     Returns:
-        Coordinates, to be passed as `dp_size` and `rank`.
+        `dp_size` and `rank`, to be passed as such.
 
     Raises:
-        ParameterError: a dimension that the mesh does not have, or no dimension.
+        ParameterError: a dimension that the mesh does not have, or twice, by itself or within another; or no dimension;
+            or a mesh without this process.
+
+    Example:
+        Under `torchrun --nproc-per-node=8`:
+
+        >>> mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))  # doctest: +SKIP
+        >>> dp_size, rank = from_device_mesh(mesh, "dp")  # doctest: +SKIP
+        >>> sampler = GPUBatchRebalanceSampler(lengths, 256, dp_size, rank=rank)  # doctest: +SKIP
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ParameterTypeError(f"mesh must be a DeviceMesh, got {quote(mesh)} of type {type(mesh).__name__}")
     names = (dims,) if isinstance(dims, str) else tuple(dims)
-    known = tuple(mesh.mesh_dim_names or ())
     if not names or len(set(names)) != len(names):
         raise ParameterError(f"dims must be names of mesh dimensions, each once, got {quote(dims)}")
-    size, rank = 1, 0
+    if mesh.get_coordinate() is None:
+        raise ParameterError(f"mesh must contain this process, of rank {dist.get_rank()} in the world")
+    size, rank, peers = 1, 0, set[int]()
     for name in names:
-        if name not in known:
-            raise ParameterError(f"dims has {quote(name)}, the mesh has {', '.join(map(repr, known)) or 'no names'}")
-        extent = int(mesh.size(known.index(name)))
-        size, rank = size * extent, rank * extent + int(mesh.get_local_rank(name))
+        line = _line(mesh, name)
+        ranks = set(line.mesh.flatten().tolist())
+        if len(ranks & peers) > 1:
+            raise ParameterError(f"dims must split the data in different ways, {quote(name)} overlaps another")
+        peers |= ranks
+        size, rank = size * line.size(), rank * line.size() + line.get_local_rank()
     return Coordinates(size, rank)
+
+
+def _line(mesh: Any, name: Any) -> Any:
+    """The mesh of one dimension that this process is in."""
+    known = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
+    try:
+        line = mesh[name]
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise ParameterError(f"dims has {quote(name)}, the mesh has {known}") from error
+    if line.ndim != 1:
+        raise ParameterError(f"dims has {quote(name)}, the mesh has {known}")
+    return line
 
 
 def transport(config: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gpusampler.errors import ParameterError
 
 if TYPE_CHECKING:
+    from gpusampler.plan import Partition
     from gpusampler.sampler import GPUBatchRebalanceSampler
 
 # Calls between a sampler and the loop: batch samplers around it, the loader's iterator with its bases, the loader.
@@ -147,7 +148,12 @@ class Handout:
         start: micro-batches of the epoch consumed before this iteration.
         consumer: who iterates, if that is known.
         skipped: micro-batches that are handed out but never reach the loader.
+
+    Attributes:
+        partition: what plans this iteration, from its first micro-batch on.
     """
+
+    partition: Partition | None = None
 
     def __init__(self, start: int, consumer: Consumer | None = None, skipped: int = 0) -> None:
         """Nothing is handed out yet."""

@@ -27,6 +27,7 @@ from gpusampler.shared import SharedPlans
 
 if TYPE_CHECKING:
     from gpusampler.agree import Agreement
+    from gpusampler.plan import Partition
     from gpusampler.sampler import GPUBatchRebalanceSampler
 
 _DEPTH = 2
@@ -37,11 +38,14 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Spans:
-    """Chunks that the steps of an epoch from one on are cut into: equal ones, and the tail step, of another size.
+    """Chunks that the steps of an epoch from one on are cut into, and the tail step, of another size.
+
+    The first chunk is waited for, so where steps are large it is short, and chunks grow from there, each at most double
+    the one before: planning a chunk ends while the one before is consumed, if it takes less than half of a step's time.
 
     Attributes:
         step: the first.
-        first: steps in a short first chunk, which is waited for; 0 if there is none.
+        growing: steps in each of the first chunks; none if a chunk of `plan_ahead` steps is not much to wait for.
         rows: steps in a later chunk; the last may have fewer.
         composition: of the epoch.
 
@@ -52,34 +56,36 @@ class Spans:
     """
 
     step: int
-    first: int
+    growing: tuple[int, ...]
     rows: int
     composition: Composition
 
     @classmethod
     def cut(cls, step: int, composition: Composition, plan_ahead: int) -> Spans:
-        """Fewest chunks of up to `plan_ahead` steps, behind a short one if that is many samples to wait for."""
-        left = max(0, composition.full_steps - step)
-        first = max(1, _FIRST_SAMPLES // composition.batch_size)
-        first = first if first < min(plan_ahead, left) else 0
-        left -= first
-        return cls(step, first, -(-left // max(1, -(-left // plan_ahead))), composition)
+        """Few chunks of up to `plan_ahead` steps; those that do not grow any more are nearly equal."""
+        left, growing = max(0, composition.full_steps - step), []
+        size = max(1, _FIRST_SAMPLES // composition.batch_size)
+        while size < min(plan_ahead, left):
+            growing.append(size)
+            left, size = left - size, 2 * size
+        return cls(step, tuple(growing), -(-left // max(1, -(-left // plan_ahead))), composition)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """First step and number of steps of each chunk."""
-        full = self.composition.full_steps
-        if self.first:
-            yield self.step, self.first
+        step, full = self.step, self.composition.full_steps
+        for count in self.growing:
+            yield step, count
+            step += count
         if self.rows:
-            for start in range(self.step + self.first, full, self.rows):
+            for start in range(step, full, self.rows):
                 yield start, min(self.rows, full - start)
         if self._tail:
             yield full, 1
 
     def __len__(self) -> int:
         """Return the number of chunks."""
-        left = self.composition.full_steps - self.step - self.first
-        return (1 if self.first else 0) + (-(-left // self.rows) if self.rows else 0) + self._tail
+        left = self.composition.full_steps - self.step - sum(self.growing)
+        return len(self.growing) + (-(-left // self.rows) if self.rows else 0) + self._tail
 
     @property
     def _tail(self) -> bool:
@@ -87,10 +93,10 @@ class Spans:
 
     def message_size(self, dtype: torch.dtype) -> int:
         """Integers that hold any of the chunks."""
-        groups = self.composition.groups
-        full = broadcast.message_size(max(self.first, self.rows), self.composition.batch_size, groups, dtype)
-        tail = broadcast.message_size(1, self.composition.size(self.composition.full_steps), groups, dtype)
-        return max(full, tail if self._tail else 0)
+        groups, full = self.composition.groups, self.composition.full_steps
+        most = broadcast.message_size(max(*self.growing, self.rows, 0), self.composition.batch_size, groups, dtype)
+        tail = broadcast.message_size(1, self.composition.size(full), groups, dtype)
+        return max(most, tail if self._tail else 0)
 
 
 class MicroBatches(Iterator[list[int]]):
@@ -105,8 +111,10 @@ class MicroBatches(Iterator[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position of what was handed out; torchdata's StatefulDataLoader keeps it for each batch under way."""
-        handed = self._handout.handed
-        return {**self._sampler.state_dict(handed), "epoch": self._epoch, "handed": handed - self._handout.base}
+        sampler, handout = self._sampler, self._handout
+        partition = handout.partition or sampler.partition
+        state = states.save(self._epoch, handout.handed, sampler.composition, partition, sampler.lengths)
+        return {**state, "handed": handout.handed - handout.base}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue behind what was handed out; the loader goes on counting from where it was."""
@@ -135,7 +143,7 @@ class MicroBatches(Iterator[list[int]]):
     def _go_to(self, position: int) -> None:
         if self._source is not None:
             self._source.close()
-        self._source, self._lead = None, 0
+        self._source, self._lead, self._handout.partition = None, 0, None
         self._slots, self._stats, self._total = self._sampler.grad_accum, self._sampler._stats, len(self._sampler)
         self._queue: deque[list[int]] = deque()
         self._ready: deque[Chunk] = deque()
@@ -176,8 +184,12 @@ class MicroBatches(Iterator[list[int]]):
         sampler, epoch, position = self._sampler, self._epoch, self._handout.handed
         step = position // sampler.grad_accum
         spans = Spans.cut(step, sampler.composition, sampler.plan_ahead)
+        partition = self._handout.partition = sampler.partition  # which may be replaced between two steps
         planner = PlanAhead(
-            iter(spans), lambda start, count: sampler._plan_chunk(epoch, start, count), sampler._stats, _DEPTH
+            iter(spans),
+            lambda start, count: sampler._plan_chunk(epoch, start, count, partition),
+            sampler._stats,
+            _DEPTH,
         )
         sampler._begin(self._handout)
         sampler._stats.iterations += 1
@@ -185,12 +197,14 @@ class MicroBatches(Iterator[list[int]]):
         if agreement is None:
             self._source = planner
         else:
-            self._source, self._lead = self._share(agreement, planner, spans, position)
+            self._source, self._lead = self._share(agreement, planner, spans, partition)
 
-    def _share(self, agreement: Agreement, planner: PlanAhead, spans: Spans, position: int) -> tuple[Source, int]:
-        sampler = self._sampler
+    def _share(
+        self, agreement: Agreement, planner: PlanAhead, spans: Spans, partition: Partition
+    ) -> tuple[Source, int]:
+        sampler, position = self._sampler, self._handout.handed
         ahead = sampler.process_group.loader_ahead
-        fields = states.fingerprint(sampler.composition, sampler.partition, sampler.lengths)
+        fields = states.fingerprint(sampler.composition, partition, sampler.lengths)
         fields |= {"plan_ahead": sampler.plan_ahead, "epoch": self._epoch, "position": position}
         lead = agreement.begin(
             fields, sampler.rank, self._handout.ahead if ahead is None else ahead, sampler._cap_error(self._epoch)

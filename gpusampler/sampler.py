@@ -58,7 +58,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             tensor on any device, pyarrow array, pandas Series or datasets column. Must not change afterwards.
         effective_batch_size: samples in one optimizer step over all ranks, B; at least `dp_size * grad_accum`.
         dp_size: data-parallel ranks, D; default: the size of `process_group`, else 1. With tensor-, context- or
-            pipeline-parallel peers give both `dp_size` and `rank`, see `dp_coordinates`.
+            pipeline-parallel peers give both `dp_size` and `rank`, see `from_device_mesh`.
         grad_accum: micro-batches a rank accumulates in one step, G.
         shuffle: shuffle samples, anew each epoch (see `set_epoch`); else the order of the dataset.
         seed: of the shuffle, any int; None is 42, as ranks could not agree on another without communication.
@@ -242,7 +242,8 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         if consumed is None:
             consumed = self._start if self._handout is None else self._handout.consumed
         consumed = check_int("consumed", consumed, minimum=0, maximum=total)
-        return states.save(self.epoch, consumed, self.composition, self.partition, self.lengths)
+        partition = (None if self._handout is None else self._handout.partition) or self.partition
+        return states.save(self.epoch, consumed, self.composition, partition, self.lengths)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, in O(1): the next iteration yields the rest of that epoch.
@@ -354,9 +355,9 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         epoch = self.epoch if epoch is None else check_int("epoch", epoch, minimum=0)
         return self.composition.indices(epoch, step)
 
-    def _plan_chunk(self, epoch: int, step: int, count: int) -> Chunk:
+    def _plan_chunk(self, epoch: int, step: int, count: int, partition: Partition) -> Chunk:
         samples = self.composition.indices(epoch, step, count)
-        plan = self.partition.plan(
+        plan = partition.plan(
             gather(self.lengths.values, samples), where=lambda row: f"step {step + row} of epoch {epoch}"
         )
         return Chunk(step, reorder(samples, plan.order.numpy()), plan.offsets.numpy()[:, 1:])
@@ -398,8 +399,8 @@ def _check_rank(rank: Any, dp_size: int, world: int, world_rank: int) -> int:
         return world_rank
     if world > 1:
         raise ParameterError(
-            f"rank must be given: dp_size is {dp_size}, but process_group has {world} processes; dp_coordinates(mesh, "
-            "dims) tells both"
+            f"rank must be given: dp_size is {dp_size}, but process_group has {world} processes; "
+            "from_device_mesh(mesh, dims) tells both"
         )
     return 0
 

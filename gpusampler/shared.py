@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
-from gpusampler.broadcast import Channel, DistributedError, Message, Status, pack
+from gpusampler.broadcast import Channel, Message, Status, pack
+from gpusampler.errors import DistributedError
 from gpusampler.pipeline import Chunk, PlanAhead
 from gpusampler.stats import PlanStats
 

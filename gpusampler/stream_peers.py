@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpusampler.broadcast import DistributedError
-from gpusampler.errors import quote
+from gpusampler.errors import DistributedError, quote
 from gpusampler.group import PlanGroup
 from gpusampler.stream_steps import Report
 

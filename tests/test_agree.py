@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +22,10 @@ from gpusampler import GPUBatchRebalanceSampler, plan_batches
 from gpusampler.agree import Agreement
 from gpusampler.broadcast import HEADER, TEXT_BYTES, DistributedError, Message, Status, message_size, pack, unpack
 from gpusampler.compose import Composition
-from gpusampler.group import PlanGroup, dp_coordinates, transport
+from gpusampler.group import PlanGroup, from_device_mesh, transport
 from gpusampler.iterate import Spans
 from gpusampler.pipeline import Chunk
+from gpusampler.plan import Partition
 from gpusampler.stats import PlanStats
 
 
@@ -105,6 +107,40 @@ def test_chunks_cover_the_rest_of_the_epoch(samples: int, drop_last: bool, plan_
         assert [i for start, count in rows for i in range(start, start + count)] == list(range(step, composition.steps))
         assert all(1 <= count <= plan_ahead for _, count in rows)
         assert all(composition.size(start) == composition.size(start + count - 1) for start, count in rows)
+        assert spans.message_size(torch.int32) == max(
+            [message_size(count, composition.size(start), 2, torch.int32) for start, count in rows] or [HEADER + 1024]
+        )
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "counts"),
+    [
+        (4096, 300, [4, 8, 16, 32, 64, 88, 88]),
+        (4096, 5, [4, 1]),
+        (4096, 4, [4]),
+        (1 << 14, 9, [1, 2, 4, 2]),
+        (1 << 17, 9, [1, 2, 4, 2]),
+        (128, 300, [100, 100, 100]),
+        (129, 300, [127, 87, 86]),
+    ],
+)
+def test_chunks_of_large_steps_grow_from_a_short_first_one(batch: int, steps: int, counts: list[int]) -> None:
+    composition = Composition(batch * steps, batch, 2, shuffle=False, seed=0, drop_last=True)
+    assert [count for _, count in Spans.cut(0, composition, plan_ahead=128)] == counts
+    assert len(Spans.cut(3, Composition(10**12, 1, 1, shuffle=False, seed=0, drop_last=True), 1)) == 10**12 - 3
+
+
+def test_chunks_that_grow_are_planned_while_steps_half_as_fast_run() -> None:
+    class Slow(GPUBatchRebalanceSampler):
+        def _plan_chunk(self, epoch: int, step: int, count: int, partition: Partition) -> Chunk:
+            time.sleep(0.004 * count)
+            return super()._plan_chunk(epoch, step, count, partition)
+
+    sampler = Slow(np.ones(4096 * 60, dtype=np.int32), 4096)
+    for _ in sampler:
+        time.sleep(0.012)
+    assert sampler.stats().waits == 1
+    assert sampler.stats().chunks == 4
 
 
 def test_L07_the_backend_decides_where_plans_are_sent_from() -> None:
@@ -118,10 +154,10 @@ def test_L07_the_backend_decides_where_plans_are_sent_from() -> None:
 def test_L53_coordinates_in_a_mesh_of_8(world: Any) -> None:
     world(8, 5)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    assert dp_coordinates(mesh, "dp") == (2, 1)
-    assert dp_coordinates(mesh, ("tp",)) == (4, 1)
-    assert dp_coordinates(mesh, ("dp", "tp")) == (8, 5)
-    assert dp_coordinates(mesh, ("tp", "dp")) == (8, 3)
+    assert from_device_mesh(mesh, "dp") == (2, 1)
+    assert from_device_mesh(mesh, ("tp",)) == (4, 1)
+    assert from_device_mesh(mesh, ("dp", "tp")) == (8, 5)
+    assert from_device_mesh(mesh, ("tp", "dp")) == (8, 3)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +167,7 @@ def test_L53_dimensions_that_are_not_there(world: Any, dims: Any, message: str) 
     world(8, 5)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=message):
-        dp_coordinates(mesh, dims)
+        from_device_mesh(mesh, dims)
 
 
 def test_L53_parts_are_counted_by_data_parallel_ranks_not_by_the_world(world: Any) -> None:

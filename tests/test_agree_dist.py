@@ -234,6 +234,6 @@ def test_L53_tensor_parallel_peers_train_on_the_same_rows(answers: Answers):
             "dims has 'cp', the mesh has 'dp', 'tp'",
             "dims must be names of mesh dimensions, each once, got ()",
             "dp_size=3 does not divide the 4 processes of process_group",
-            "rank must be given: dp_size is 2, but process_group has 4 processes; dp_coordinates(mesh, dims) tells "
+            "rank must be given: dp_size is 2, but process_group has 4 processes; from_device_mesh(mesh, dims) tells "
             "both",
         ]

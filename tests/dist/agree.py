@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from gpusampler import CostModel, GPUBatchRebalanceSampler
 from gpusampler.broadcast import DistributedError
-from gpusampler.group import PlanGroup, dp_coordinates
+from gpusampler.group import PlanGroup, from_device_mesh
 from helpers import half_square
 
 LENGTHS = np.random.default_rng(0).integers(1, 512, 1003)
@@ -73,7 +73,7 @@ def slow_planning(seconds: float) -> Iterator[None]:
     """Make planning take so long a chunk, where a sampler plans here."""
     plan = Sampler._plan_chunk
 
-    def slow(self: Sampler, *place: int) -> Any:
+    def slow(self: Sampler, *place: Any) -> Any:
         time.sleep(seconds)
         return plan(self, *place)
 
@@ -171,10 +171,10 @@ def failing(rank: int, world: int) -> dict[str, Any]:
     plan = Sampler._plan_chunk
     for bad in (0, 6):
 
-        def fail(self: Sampler, epoch: int, step: int, count: int, bad: int = bad) -> Any:
+        def fail(self: Sampler, epoch: int, step: int, *more: Any, bad: int = bad) -> Any:
             if step == bad:
                 raise ZeroDivisionError(f"no plan for step {step}, \u00e9t\u00e9")
-            return plan(self, epoch, step, count)
+            return plan(self, epoch, step, *more)
 
         Sampler._plan_chunk = fail
         try:
@@ -400,14 +400,14 @@ def subgroup(rank: int, world: int) -> dict[str, Any]:
 def mesh(rank: int, world: int) -> dict[str, Any]:
     """L53: tensor-parallel peers train on the same rows, data-parallel ranks on different ones."""
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp_size, dp_rank = dp_coordinates(device_mesh, "dp")
+    dp_size, dp_rank = from_device_mesh(device_mesh, "dp")
     sampler = Sampler(LENGTHS, 64, dp_size, 2, rank=dp_rank)
     got = list(sampler)
-    whole = dp_coordinates(device_mesh, ("dp", "tp"))
+    whole = from_device_mesh(device_mesh, ("dp", "tp"))
     errors = []
     for make in (
-        lambda: dp_coordinates(device_mesh, "cp"),
-        lambda: dp_coordinates(device_mesh, ()),
+        lambda: from_device_mesh(device_mesh, "cp"),
+        lambda: from_device_mesh(device_mesh, ()),
         lambda: Sampler(LENGTHS, 64, 3, rank=0),
         lambda: Sampler(LENGTHS, 64, 2),
     ):
