@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,17 @@ def test_l44_batches_held_by_the_loaders_are_not_consumed(ranks: list[dict], wor
 @pytest.mark.dist
 def test_a_finished_epoch_is_followed_by_the_next(ranks: list[dict]):
     assert [rank["finished"] for rank in ranks] == [bare(rank, 1) for rank in RANKS]
+
+
+@pytest.mark.dist
+def test_tensor_and_context_parallel_peers_get_the_same_rows(tmp_path: Path):
+    found = launch("mesh_run.py", tmp_path, world=4)
+    for peers in ("tp_size", "cp_size"):
+        for plain in (True, False):
+            for process in range(4):
+                sampler = GPUBatchRebalanceSampler(LENGTHS, 8, dp_size=2, rank=process // 2)
+                assert found[process][f"{peers} {plain}"] == list(sampler)
+                assert "dp_size of the sampler is 4" in found[process][f"{peers} {plain} wrong"]
 
 
 @pytest.mark.dist
