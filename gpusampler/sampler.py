@@ -6,6 +6,7 @@ done ahead of time; this class strings them together and remembers where the tra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, repeat
@@ -200,6 +201,12 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         """
         epoch = check_int("epoch", epoch, minimum=0)
         if epoch != self.epoch:
+            if self._start and epoch < self.epoch:
+                warnings.warn(
+                    f"set_epoch({epoch}) forgets the position that was loaded in epoch {self.epoch}: go on with that "
+                    "epoch (set_epoch of the loader, where it counts epochs by itself)",
+                    stacklevel=2,
+                )
             self.epoch = epoch
             self._start = 0
             self._handout = None

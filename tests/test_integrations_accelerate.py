@@ -99,6 +99,13 @@ def test_a_finished_epoch_is_followed_by_the_next(ranks: list[dict]):
 
 
 @pytest.mark.dist
+def test_l43_a_loaded_position_is_not_forgotten_without_a_word(ranks: list[dict]):
+    for rank in ranks:
+        assert len(rank["forgotten"]) == 1
+        assert rank["forgotten"][0].startswith("set_epoch(0) forgets the position that was loaded in epoch 1")
+
+
+@pytest.mark.dist
 def test_tensor_and_context_parallel_peers_get_the_same_rows(tmp_path: Path):
     found = launch("mesh_run.py", tmp_path, world=4)
     for peers in ("tp_size", "cp_size"):

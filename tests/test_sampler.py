@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -223,7 +224,12 @@ def test_set_epoch_keeps_a_loaded_position_of_that_epoch_only():
         sampler = GPUBatchRebalanceSampler(range(1, 33), 4)
         sampler.load_state_dict(saved.state_dict())
         assert sampler.epoch == 2
-        sampler.set_epoch(epoch)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sampler.set_epoch(epoch)
+        # an earlier epoch would be trained again, which is hardly meant
+        forgets = ["forgets the position that was loaded in epoch 2" in str(warning.message) for warning in said]
+        assert forgets == ([True] if epoch < 2 else [])
         assert len(list(sampler)) == left
 
 

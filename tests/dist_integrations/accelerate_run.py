@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -120,6 +121,17 @@ def resume(folder, workers, plain=False):
     return found
 
 
+def forgotten(folder):
+    """What is said when a loader of `accelerator.prepare` starts over from epoch 0 behind a loaded position."""
+    accelerator = Accelerator(cpu=True)
+    loader, _ = make(accelerator, plain=True)
+    accelerator.load_state(folder)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        read(loader)
+    return [str(warning.message) for warning in said if "forgets" in str(warning.message)]
+
+
 def finished(folder):
     """The state of a finished epoch starts the next one."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -178,6 +190,7 @@ if __name__ == "__main__":
     for n in (0, 2):
         report[f"resume {n}"] = resume(str(Path(folder) / f"state{n}"), n)
         report[f"resume {n} own prepare"] = resume(str(Path(folder) / f"plain{n}"), n, plain=True)
+    report["forgotten"] = forgotten(str(Path(folder) / "plain0"))
     report["finished"] = finished(str(Path(folder) / "finished"))
     answer(folder, rank, report)
     torch.distributed.destroy_process_group()
