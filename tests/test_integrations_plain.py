@@ -42,6 +42,17 @@ def test_every_sample_once_an_epoch_and_three_orders(ranks: list[dict]):
     assert steps[0] != steps[1] != steps[2] != steps[0]
 
 
+@pytest.mark.dist
+def test_l43_l44_a_stateful_loader_of_each_process(ranks: list[dict]):
+    for epoch in range(3):
+        rows = [row for rank in ranks for rows in rank["stateful"]["epochs"][epoch] for row in rows]
+        assert sorted(rows) == list(range(48))
+    for rank in ranks:
+        epochs = rank["stateful"]["epochs"]
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+        assert (rank["stateful"]["epoch"], rank["stateful"]["rest"]) == (1, epochs[1][3:])
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

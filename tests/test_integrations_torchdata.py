@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from dist_integrations.common import LENGTHS, Rows
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gpusampler import GPUBatchRebalanceSampler
@@ -32,10 +33,17 @@ def bare(epoch: int) -> list[list[int]]:
     return list(sampler)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_l41_every_epoch_has_its_order(workers: int, persistent: bool):
-    sampler, loader = make(workers, persistent_workers=persistent and workers > 0)
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (0, {}),
+        (2, {}),
+        (2, {"persistent_workers": True}),
+        (2, {"persistent_workers": True, "multiprocessing_context": "spawn"}),
+    ],
+)
+def test_l41_every_epoch_has_its_order(workers: int, options: dict[str, Any]):
+    sampler, loader = make(workers, **options)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         assert list(loader) == bare(epoch)
@@ -97,6 +105,16 @@ def test_accumulation_may_change_between_steps(workers: int):
     rest += iterator
     fresh, _ = make(0, grad_accum=3)
     assert rest == list(fresh)[6:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Rows())
+
+
+def test_l25_an_iterable_dataset_is_refused():
+    with pytest.raises(ValueError, match="IterableDataset"):
+        StatefulDataLoader(Stream(), batch_sampler=make(0)[0])
 
 
 def test_a_state_that_does_not_fit_is_refused_at_once():

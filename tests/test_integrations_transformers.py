@@ -312,6 +312,16 @@ def test_l41_persistent_workers(tmp_path: Path, context: str):
         assert trainer.seen[16 * epoch : 16 * (epoch + 1)] == list(sampler)
 
 
+def test_l43_resume_anywhere(tmp_path: Path):
+    options = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4}
+    unbroken = balance(recorder(tmp_path, **options), cost=COST)
+    unbroken.train()
+    for step in (4, 8, 16, 20):  # of 8 an epoch
+        trainer = balance(recorder(tmp_path, **{**options, "save_strategy": "no"}), cost=COST)
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert trainer.seen == unbroken.seen[2 * step :]
+
+
 def test_resume_within_an_epoch_of_another_order_is_refused(tmp_path: Path):
     recorder(tmp_path, max_steps=3, save_strategy="steps", save_steps=3).train()
     checkpoint = str(tmp_path / "checkpoint-3")

@@ -11,8 +11,10 @@ from dist_integrations.common import LENGTHS, Rows, TokenModel, answer, collate,
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gpusampler import GPUBatchRebalanceSampler, microbatch_weight
+from gpusampler.integrations.torchdata import resume
 
 SLOTS = 3
 
@@ -63,6 +65,25 @@ def epochs():
     return found
 
 
+def stateful():
+    """Three epochs of a StatefulDataLoader, and the rest of the second from the state behind 3 micro-batches."""
+    found = {"epochs": []}
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 12, grad_accum=2)
+    loader = StatefulDataLoader(Rows(), batch_sampler=sampler, collate_fn=collate, num_workers=2)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        found["epochs"].append([])
+        for number, batch in enumerate(loader):
+            found["epochs"][-1].append(rows_of(batch["input_ids"]))
+            if (epoch, number) == (1, 2):
+                state = loader.state_dict()
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 12, grad_accum=2)
+    loader = StatefulDataLoader(Rows(), batch_sampler=sampler, collate_fn=collate, num_workers=2)
+    found["epoch"] = resume(loader, state)
+    found["rest"] = [rows_of(batch["input_ids"]) for batch in loader]
+    return found
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     found = {
@@ -72,6 +93,7 @@ if __name__ == "__main__":
         "fsdp2 deferred": gradient(fsdp()),
         "fsdp2": gradient(fsdp(), defer=False),
         "epochs": epochs(),
+        "stateful": stateful(),
     }
     answer(sys.argv[1], dist.get_rank(), found)
     dist.destroy_process_group()
