@@ -1,4 +1,4 @@
-"""DeepSpeed: configurations as plain dictionaries and files."""
+"""DeepSpeed: configurations as plain dictionaries and files, and a real engine where it is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from dist_integrations.common import launch
 
 from gpusampler import GPUBatchRebalanceSampler
 from gpusampler.integrations.deepspeed import fill_config
@@ -73,3 +74,14 @@ def test_a_file(tmp_path: Path, kind: type):
 def test_what_is_no_configuration():
     with pytest.raises(TypeError, match="config must be a mapping or the path of a JSON file, got 3"):
         fill_config(3, sampler())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_real_engine_takes_the_sizes_and_the_weighted_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    ranks = launch("deepspeed_run.py", tmp_path, timeout=400)  # the first run compiles
+    assert [rank["sizes"] for rank in ranks] == [[12, 3, 2]] * 2
+    assert sorted(row for rank in ranks for row in rank["rows"]) == list(range(48))
+    assert max(rank["error"] for rank in ranks) < 1e-5  # ZeRO keeps float32
