@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 from bench.compile_stats import read_cubin
 from gpusampler.kernels import launch, spec
 from gpusampler.kernels.catalog import Variant, variants
+from gpusampler.kernels.sort import key_bits
 
 CHIP = 90
 CLOCK_GHZ = 1.98
 MULTIPROCESSORS = 132
 ISSUE_A_CLOCK = 4 * 0.5
 LAUNCH_MICROSECONDS = 1.5
+MAX_LENGTH = 131072
+"""Longest length allowed in the rows that are estimated."""
 TURNS = 4
 """Turns of the min-max and equal-waste searches, an assumption, not a count."""
 CYCLES = {"LDG": 38, "LDS": 30, "SHFL": 24, "BAR": 24, "F2I": 20, "I2F": 20, "DMUL": 16, "CALL": 150}
@@ -91,7 +94,8 @@ def estimate(size: int, dp_size: int, slots: int) -> list[Estimate]:
     walk = launch.walk_shape(slots)
     digits = ((size - groups).bit_length() + 3) // 4
     turns = -(-size // launch.COSTS.block)
-    sort = launch.sort_shape(size, launch.SHARED_BYTES[CHIP])
+    packed = key_bits(size, MAX_LENGTH) < 31
+    sort = launch.sort_shape(size, 4 if packed else 8, launch.SHARED_BYTES[CHIP])
     block = launch.group_shape(groups).block
     ranks = (dp_size - 1).bit_length()
     # kernel, what tells its variant, launches, programs of a row, steps of the hot loop a launch
@@ -103,7 +107,7 @@ def estimate(size: int, dp_size: int, slots: int) -> list[Estimate]:
         ("copy", {}, 1, groups, 1),
     ]
     if sort is not None:
-        plan.insert(0, ("sort_rows", {"BLOCK": sort.block}, 1, 1, _stages(size)))
+        plan.insert(0, ("sort_rows", {"PACKED": packed, "BLOCK": sort.block}, 1, 1, _stages(size)))
     if slots > 1:
         plan[3:3] = [
             ("limit", {}, 1, turns, 1),

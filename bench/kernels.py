@@ -59,7 +59,7 @@ def _by_spec(lengths: np.ndarray[Any, Any], alphas: np.ndarray[Any, Any], dp_siz
         np.zeros((rows, 2)),
         np.zeros(rows, np.int64),
     )
-    spec.plan_rows(lengths, np.empty((0, 0)), alphas, np.zeros(1), dp_size, slots, 0, False, *outputs)
+    spec.plan_rows(lengths, np.empty((0, 0)), alphas, dp_size, slots, 0, False, *outputs)
     return outputs
 
 
@@ -101,7 +101,7 @@ def _measure(rows: int, size: int, dp_size: int, slots: int) -> dict[str, Any]:
     lengths, table = torch.from_numpy(host).cuda(), torch.from_numpy(alphas).cuda()
 
     def run() -> engine.Plan:
-        return engine.plan_rows(lengths, None, table, 0.0, dp_size, slots, 0, False)
+        return engine.plan_rows(lengths, None, table, dp_size, slots, 0, False)
 
     began = time.perf_counter()
     plan = run()

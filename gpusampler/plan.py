@@ -143,7 +143,7 @@ class Partition:
         """
         if self.cost.cost_fn is not None:
             return
-        shift = spec.shift_for_lengths(longest, size, self._alphas, 0.0)
+        shift = spec.shift_for_lengths(longest, size, self._alphas)
         if shift < 0 or (shift < spec.MAX_SHIFT and self.cost.alpha > 0 and self._alphas[shift] < 16):
             raise ParameterError(
                 f"lengths up to {longest} in batches of {size} with alpha {self.cost.alpha} exceed the integer "
@@ -178,7 +178,6 @@ class Partition:
             lengths,
             custom,
             self._alphas,
-            np.zeros(1),
             self.dp_size,
             self.grad_accum,
             min(self.max_tokens or 0, 1 << 62),

@@ -23,6 +23,7 @@ _INTS = {
     "offsets_ptr",
     "starts_ptr",
     "by_length_ptr",
+    "packed_ptr",
 }
 
 
@@ -72,13 +73,18 @@ def variants(chip: int) -> Iterator[Variant]:
     yield _variant(
         shuffle._shuffle_kernel, launch.SHUFFLE.num_warps, ROUND_KEYS=spec.ROUND_KEYS, BLOCK=launch.SHUFFLE.block
     )
-    sorts = {launch.sort_shape(size, launch.SHARED_BYTES[chip]) for size in _powers(launch.MAX_SORT)}
     for lengths in ("i32", "i64"):
-        for shape in sorted(shape for shape in sorts if shape is not None):
-            yield _variant(sort._sort_rows_kernel, shape.num_warps, lengths, BLOCK=shape.block)
+        for key_bytes in (4, 8):
+            sorts = {launch.sort_shape(size, key_bytes, launch.SHARED_BYTES[chip]) for size in _powers(launch.MAX_SORT)}
+            for shape in sorted(shape for shape in sorts if shape is not None):
+                packed = key_bytes == 4
+                yield _variant(sort._sort_rows_kernel, shape.num_warps, lengths, PACKED=packed, BLOCK=shape.block)
+        largest = launch.sort_shape(launch.MAX_SORT, 4, launch.SHARED_BYTES[chip])
+        yield _variant(sort._sort_halves_kernel, largest.num_warps, lengths, BLOCK=largest.block)
         for custom in (False, True):
             shape = launch.COSTS
             yield _variant(costs._costs_kernel, shape.num_warps, lengths, CUSTOM=custom, BLOCK=shape.block)
+    yield _variant(sort._merge_halves_kernel, largest.num_warps, BLOCK=largest.block)
     yield _variant(search._min_max_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
     yield _variant(waste._limit_kernel, launch.COSTS.num_warps, BLOCK=launch.COSTS.block)
     yield _variant(waste._waste_kernel, launch.WASTES.num_warps, DEPTH=launch.WASTES.block.bit_length() - 1)

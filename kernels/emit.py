@@ -5,8 +5,8 @@ Sizes [2, 1, 3] of the groups of a sorted row [4, 0, 5, 1, 2, 3] and places [2, 
     order [1, 2, 3, 4, 0, 5] and offsets [0, 3, 5, 6]
 
 `_places_kernel`, one program a row, takes the dealt partition of least step cost, the first of equals, and writes all
-that is one number a group; `_copy_kernel`, one program a group, copies its positions. O(K) and O(B). Rows that do not
-fit under the cap are left alone.
+that is one number a group; `_copy_kernel`, one program a group, copies its positions. O(K) and O(B). A row without a
+plan gets order -1, offsets and tokens 0, costs and bounds nan.
 """
 
 from typing import NamedTuple
@@ -17,13 +17,13 @@ import triton.language as tl
 from gpusampler.kernels import launch
 from gpusampler.kernels.costs import Costs, power
 from gpusampler.kernels.deal import Deal
-from gpusampler.kernels.jit import FLAGS, float_bits, kernel
+from gpusampler.kernels.jit import FLAGS, kernel
 
 _HUGE: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 class Plan(NamedTuple):
-    """What `spec.plan_rows` writes, on the device; `status` tells which rows hold a plan."""
+    """What `spec.plan_rows` writes, on the device; a negative status is one of `kernels.costs`."""
 
     order: torch.Tensor
     offsets: torch.Tensor
@@ -55,8 +55,6 @@ def _places_kernel(
     num_parts: tl.int32,
     num_dealt: tl.int32,
     skipped: tl.int32,
-    intercept_bits: tl.int64,
-    intercepts_bits: tl.int64,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -71,6 +69,7 @@ def _places_kernel(
     dealt = (program * num_dealt + chosen) * groups
     planned = tl.load(status_ptr + program) == 0
     index = tl.arange(0, BLOCK)
+    within = index < groups
     inside = index < tl.where(planned, groups, 0)
     counts = tl.load(counts_ptr + part * groups + index, mask=inside, other=0)
     group = tl.load(place_ptr + dealt + index, mask=inside, other=0)
@@ -80,17 +79,15 @@ def _places_kernel(
     longest = tl.load(sorted_ptr + row + start, mask=inside, other=0)
     place = program * groups + index
     tl.store(starts_ptr + place, start, mask=inside)
-    tl.store(offsets_ptr + place + program + 1, tl.cumsum(count, 0), mask=inside)
-    tl.store(offsets_ptr + program * (groups + 1), 0, mask=planned)
-    unit = power(-tl.load(shift_ptr + program))
-    intercept = intercept_bits.to(tl.int64).to(tl.float64, bitcast=True)
-    intercepts = intercepts_bits.to(tl.int64).to(tl.float64, bitcast=True)
-    tl.store(costs_ptr + place, intercept + cost.to(tl.float64) * unit, mask=inside)
-    tl.store(tokens_ptr + place, count.to(tl.int64) * longest, mask=inside)
-    total = tl.load(tail_ptr + row + program)
-    bound = tl.maximum((total + dp_size - 1) // dp_size, tl.load(f_ptr + row))
-    tl.store(bounds_ptr + program * 2, intercepts + bound.to(tl.float64) * unit, mask=planned)
-    tl.store(bounds_ptr + program * 2 + 1, intercepts + height.to(tl.float64) * unit, mask=planned)
+    tl.store(offsets_ptr + place + program + 1, tl.cumsum(count, 0), mask=within)
+    tl.store(offsets_ptr + program * (groups + 1), 0)
+    unit = tl.where(planned, power(-tl.load(shift_ptr + program)), float("nan"))
+    tl.store(costs_ptr + place, cost.to(tl.float64) * unit, mask=within)
+    tl.store(tokens_ptr + place, count.to(tl.int64) * longest, mask=within)
+    total = tl.load(tail_ptr + row + program, mask=planned, other=0)
+    bound = tl.maximum((total + dp_size - 1) // dp_size, tl.load(f_ptr + row, mask=planned, other=0))
+    tl.store(bounds_ptr + program * 2, bound.to(tl.float64) * unit)
+    tl.store(bounds_ptr + program * 2 + 1, height.to(tl.float64) * unit)
 
 
 @kernel
@@ -100,13 +97,14 @@ def _copy_kernel(by_length_ptr, starts_ptr, offsets_ptr, status_ptr, order_ptr, 
     place = tl.program_id(1)
     planned = tl.load(status_ptr + program) == 0
     offset_at = offsets_ptr + program * (groups + 1) + place
-    first = tl.load(offset_at, mask=planned, other=0)
-    count = tl.load(offset_at + 1, mask=planned, other=0) - first
+    share = tl.cdiv(size, groups)
+    first = tl.load(offset_at, mask=planned, other=tl.minimum(place * share, size))
+    count = tl.load(offset_at + 1, mask=planned, other=tl.minimum((place + 1) * share, size)) - first
     start = tl.load(starts_ptr + program * groups + place, mask=planned, other=0)
     row = program * size
     for turn in range(tl.cdiv(count, BLOCK)):
         at = turn * BLOCK + tl.arange(0, BLOCK)
-        position = tl.load(by_length_ptr + row + start + at, mask=at < count, other=0)
+        position = tl.load(by_length_ptr + row + start + at, mask=at < tl.where(planned, count, 0), other=-1)
         tl.store(order_ptr + row + first + at, position, mask=at < count)
 
 
@@ -118,9 +116,8 @@ def emit(
     status: torch.Tensor,
     dp_size: int,
     slots: int,
-    intercept: float,
 ) -> Plan:
-    """Write the plan of each row whose `status` is 0; what the others hold is undefined."""
+    """Write the plan of each row whose `status` is 0, and what `spec.plan_rows` writes in the others."""
     num_rows, size = by_length.shape
     groups = dp_size * slots
     device = by_length.device
@@ -155,8 +152,6 @@ def emit(
         counts.shape[1],
         dealt.height.shape[1],
         dealt.skipped,
-        float_bits(intercept),
-        float_bits(slots * intercept),
         BLOCK=block,
         num_warps=num_warps,
         **FLAGS,

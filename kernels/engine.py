@@ -14,6 +14,7 @@ import torch
 
 from gpusampler.errors import ParameterError
 from gpusampler.kernels import launch, spec
+from gpusampler.kernels.checks import MAX_LENGTH
 from gpusampler.kernels.costs import scale_rows
 from gpusampler.kernels.deal import deal
 from gpusampler.kernels.emit import Plan, emit
@@ -70,30 +71,30 @@ def plan_rows(
     lengths: torch.Tensor,
     custom: torch.Tensor | None,
     alphas: torch.Tensor,
-    intercept: float,
     dp_size: int,
     slots: int,
     max_tokens: int,
     per_step: bool,
+    longest_allowed: int = MAX_LENGTH,
 ) -> Plan:
     """Plan each row of `lengths` on its own, without waiting for the device.
 
     Args:
-        lengths: int32 or int64 [W, B] in [1, 2**31), B at least `dp_size * slots`; on a CUDA device, or on the CPU
-            under `TRITON_INTERPRET=1`.
+        lengths: int32 or int64 [W, B], B at least `dp_size * slots`; on a CUDA device, or on the CPU under
+            `TRITON_INTERPRET=1`.
         custom: float64 [W, B], the cost of each sample, not falling with its length, or None for
             `length + alpha * length**2`.
         alphas: int64 [spec.MAX_SHIFT + 1], alpha times 2**shift, rounded.
-        intercept: cost of a micro-batch besides its samples.
         dp_size: ranks, D.
         slots: accumulation slots, G.
         max_tokens: largest n * longest of a micro-batch, 0 for none; a longer sample goes alone.
         per_step: ranks meet once a step rather than in every slot.
+        longest_allowed: lengths above it, or below 1, give their row the status `costs.BAD_LENGTHS`.
 
     Returns:
         order int32 [W, B], offsets int32 [W, K + 1], costs float64 [W, G, D], tokens int64 [W, G, D], bounds
-        float64 [W, 2] and status int64 [W] of `spec.plan_rows`, on the device of `lengths`. The other tensors hold
-        nothing of use in a row whose status is not `spec.OK`.
+        float64 [W, 2] and status int64 [W] of `spec.plan_rows`, on the device of `lengths`; a status may also be one
+        of `kernels.costs`.
 
     Raises:
         ParameterError: if the kernels cannot plan there (`obstacle`).
@@ -107,11 +108,11 @@ def plan_rows(
             lengths.contiguous(),
             None if custom is None else custom.contiguous(),
             alphas,
-            intercept,
             dp_size,
             slots,
             max_tokens,
             per_step,
+            longest_allowed,
         )
 
 
@@ -119,11 +120,11 @@ def _plan_rows(
     lengths: torch.Tensor,
     custom: torch.Tensor | None,
     alphas: torch.Tensor,
-    intercept: float,
     dp_size: int,
     slots: int,
     max_tokens: int,
     per_step: bool,
+    longest_allowed: int,
 ) -> Plan:
     num_rows = len(lengths)
     groups = dp_size * slots
@@ -135,8 +136,8 @@ def _plan_rows(
     usable = torch.empty((num_rows, 1 + len(caps)), dtype=torch.int32, device=device)
     status = torch.empty(num_rows, dtype=torch.int64, device=device)
     peak = torch.empty(num_rows, dtype=torch.int64, device=device)
-    by_length = sort_rows(lengths, _shared_bytes(device))
-    costs = scale_rows(lengths, custom, alphas, intercept, max_tokens, by_length)
+    by_length = sort_rows(lengths, longest_allowed, _shared_bytes(device))
+    costs = scale_rows(lengths, custom, alphas, max_tokens, longest_allowed, by_length, status)
     if num_rows > 0:
         min_max(costs, groups, counts, status, peak)
     if num_rows > 0 and slots > 1:
@@ -144,4 +145,4 @@ def _plan_rows(
         equal_waste(costs, groups, status, caps, counts, usable)
         improve(costs, dp_size, slots, status, counts, usable, num_tried, targets)
     dealt = deal(costs, dp_size, slots, per_step, status, counts, usable, num_tried)
-    return emit(costs, by_length, counts, dealt, status, dp_size, slots, intercept)
+    return emit(costs, by_length, counts, dealt, status, dp_size, slots)

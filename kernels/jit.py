@@ -6,7 +6,6 @@ tensors and the arguments in capitals. `FLAGS` go with each launch: products and
 """
 
 import inspect
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +24,3 @@ def kernel(function: Callable[..., Any]) -> Any:
 def is_interpreted(function: Any) -> bool:
     """Whether a kernel runs on CPU tensors, under `TRITON_INTERPRET=1`, rather than on a GPU."""
     return not isinstance(function, JITFunction)
-
-
-def float_bits(value: float) -> int:
-    """The bits of a float64 as an int64: Triton passes floats as float32.
-
-    Example:
-        >>> float_bits(1.0) == 1023 << 52
-        True
-    """
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits

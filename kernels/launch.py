@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_SORT = 8192
-"""Longest row that one program sorts, where its keys fit the chip's shared memory; longer ones go to `torch.sort`."""
+MAX_SORT = 16384
+"""Most keys that are sorted at once, where the chip's shared memory holds them: 16 a thread, more would spill."""
 MAX_GROUPS = 2048
 """Most groups of a row: one program sorts their costs."""
 MAX_SLOTS = 256
@@ -21,7 +21,6 @@ SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory that one program can have, by compute capability."""
 
 _MIN_BLOCK = 64
-_KEY_BYTES = 8
 _INTERPRETED = 8192
 
 
@@ -47,15 +46,15 @@ def _shape(size: int, per_thread: int, most_warps: int) -> Shape:
     return Shape(block, max(1, min(most_warps, block // (32 * per_thread))))
 
 
-def sort_shape(size: int, shared_bytes: int) -> Shape | None:
-    """Shape of the sort of rows of `size`, or None if they do not fit one program of a chip.
+def sort_shape(size: int, key_bytes: int, shared_bytes: int) -> Shape | None:
+    """Shape of the sort of `size` keys at once, or None if they are too many for a program of a chip.
 
     Example:
-        >>> sort_shape(1000, shared_bytes=232448), sort_shape(8193, shared_bytes=232448)
+        >>> sort_shape(1000, key_bytes=4, shared_bytes=232448), sort_shape(16385, key_bytes=8, shared_bytes=232448)
         (Shape(block=1024, num_warps=16), None)
     """
     shape = _shape(size, 2, 32)
-    return None if shape.block > MAX_SORT or shape.block * _KEY_BYTES > shared_bytes else shape
+    return None if shape.block > MAX_SORT or shape.block * key_bytes > shared_bytes else shape
 
 
 SHUFFLE = Shape(256, 4)

@@ -106,7 +106,8 @@ def _min_max_kernel(
     high = longest * size
     low = tl.maximum(longest, tl.cdiv(tl.load(tail_ptr + row + program), groups)) - 1
     turn = tl.zeros([], tl.int32)
-    possible = turn == 0
+    usable = tl.load(status_ptr + program) == 0
+    possible = usable
     while possible & ((turn == 0) | (high - low > 1)):
         level = _spread(low, high, turn, lane, PROBES)
         fits, reached, next_level = _probe(level, row, f_ptr, inverse_ptr, most_ptr, size, groups)
@@ -126,8 +127,7 @@ def _min_max_kernel(
             peak = tl.maximum(peak, held.to(tl.int64) * tl.load(sorted_ptr + row + i))
             i += held
         tl.store(peak_ptr + program, peak)
-        tl.store(status_ptr + program, tl.zeros([], tl.int64))
-    else:
+    elif usable:
         tl.store(status_ptr + program, _least_groups(row, most_ptr, size))
 
 
@@ -138,7 +138,8 @@ def min_max(costs: Costs, groups: int, counts: torch.Tensor, status: torch.Tenso
         costs: the rows.
         groups: K, at most B.
         counts: int32 [W, P, K], out: written at [:, 0]; left alone in rows that do not fit.
-        status: int64 [W], out: 0, or the least number of groups under the cap.
+        status: int64 [W], in and out: rows where it is 0 are worked on; the least number of groups under the cap, if
+            that is above K.
         peak: int64 [W], out: largest size times length of a group; left alone in rows that do not fit.
     """
     num_rows, size = costs.f.shape

@@ -13,8 +13,10 @@ levels moved against each other, and single levels lowered. The candidates of a 
 that an engine may walk them, at every target in TARGETS, side by side.
 
 No float decides anything: `estimate` uses a reciprocal and corrects it, so that the quotient is exact.
-Complexity of a row: O(B log B) to sort, O(ROUNDS * candidates * K * G) to search. Limits: B * (largest cost +
-intercept) < 2**62, lengths below 2**31, B and K below 2**31. Longer than a file should be, because of `compiled`.
+Complexity of a row: O(B log B) to sort, O(ROUNDS * candidates * K * G) to search. Limits: B * largest cost < 2**62,
+lengths below 2**31, B and K below 2**31. Longer than a file should be, because of `compiled`.
+
+A cost that every micro-batch has, whatever is in it, changes no choice here and is left to the caller.
 """
 
 from __future__ import annotations
@@ -146,16 +148,13 @@ def sort_row(lengths, order):
 
 
 @compiled
-def shift_for_lengths(longest, size, alphas, intercept):
-    """The largest shift s with size * (longest * 2**s + alphas[s] * longest**2 + intercept * 2**s) < 2**62, or -1."""
+def shift_for_lengths(longest, size, alphas):
+    """The largest shift s with size * (longest * 2**s + alphas[s] * longest**2) < 2**62, or -1."""
     limit = (1 << 62) // size - 1
     for shift in range(MAX_SHIFT, -1, -1):
-        if intercept * 2.0**shift >= limit:
+        if longest > limit >> shift:
             continue
-        room = limit - np.int64(intercept * 2.0**shift) - 1
-        if longest > room >> shift:
-            continue
-        room -= longest << shift
+        room = limit - (longest << shift)
         if alphas[shift] > 0 and longest * longest > room // alphas[shift]:
             continue
         return shift
@@ -163,11 +162,11 @@ def shift_for_lengths(longest, size, alphas, intercept):
 
 
 @compiled
-def shift_for_costs(largest, intercept, size):
-    """The largest shift s with size * (largest + intercept) * 2**s below 2**61; float64 times 2**s is exact."""
+def shift_for_costs(largest, size):
+    """The largest shift s with size * largest * 2**s below 2**61; float64 times 2**s is exact."""
     limit = 2.0**61 / size
     for shift in range(MAX_SHIFT, MIN_SHIFT, -1):
-        if (largest + intercept) * 2.0**shift <= limit:
+        if largest * 2.0**shift <= limit:
             return shift
     return MIN_SHIFT
 
@@ -592,7 +591,6 @@ def plan_rows(
     lengths,
     custom,
     alphas,
-    intercepts,
     dp_size,
     slots,
     max_tokens,
@@ -610,7 +608,6 @@ def plan_rows(
         lengths: int64 [W, B].
         custom: float64 [W, B], the cost of each sample, or [0, 0] for `length + alpha * length**2`.
         alphas: int64 [MAX_SHIFT + 1], alpha times 2**shift, rounded.
-        intercepts: float64 [1], the cost of a micro-batch besides its samples.
         dp_size: ranks, D.
         slots: accumulation slots, G.
         max_tokens: largest n * longest of a micro-batch, 0 for none; a longer sample goes alone.
@@ -620,7 +617,8 @@ def plan_rows(
         costs: float64 [W, G, D], out: in the unit of a sample's cost.
         tokens: int64 [W, G, D], out: n * longest.
         bounds: float64 [W, 2], out: lower bound of the step cost whatever the grouping, and the step cost.
-        status: int64 [W], out: OK, or the least number of groups under `max_tokens` if that is above K.
+        status: int64 [W], out: OK, or the least number of groups under `max_tokens` if that is above K: there is no
+            plan then, order is -1, offsets and tokens are 0, costs and bounds nan.
     """
     size = lengths.shape[1]
     groups = dp_size * slots
@@ -639,15 +637,17 @@ def plan_rows(
         for i in range(size):
             sorted_lengths[i] = lengths[w, by_length[i]]
         if custom.shape[0] > 0:
-            shift = scale_costs(custom[w], by_length, intercepts[0], f)
+            shift = scale_costs(custom[w], by_length, f)
         else:
-            shift = scale_lengths(sorted_lengths, alphas, intercepts[0], f)
+            shift = scale_lengths(sorted_lengths, alphas, f)
         for i in range(size - 1, -1, -1):
             inverse[i] = 1.0 / f[i]
             tail[i] = tail[i + 1] + f[i]
             most[i] = max(1, max_tokens // sorted_lengths[i]) if max_tokens > 0 else size
         if not search_row(sorted_lengths, f, inverse, tail, most, dp_size, slots, counts):
             status[w] = least_groups(most)
+            order[w], offsets[w], tokens[w] = -1, 0, 0
+            costs[w], bounds[w] = np.nan, np.nan
             continue
         status[w] = OK
         group_costs(f, counts, whole)
@@ -660,8 +660,8 @@ def plan_rows(
             starts[k + 1] = starts[k] + counts[k]
         unit = 2.0**-shift
         bound = max(-(-tail[0] // dp_size), f[0])
-        bounds[w, 0] = slots * intercepts[0] + bound * unit
-        bounds[w, 1] = slots * intercepts[0] + step_cost(whole, dp_size, slots, per_step, place) * unit
+        bounds[w, 0] = bound * unit
+        bounds[w, 1] = step_cost(whole, dp_size, slots, per_step, place) * unit
         emit_row(
             sorted_lengths,
             by_length,
@@ -669,7 +669,6 @@ def plan_rows(
             whole,
             place,
             unit,
-            intercepts[0],
             order[w],
             offsets[w],
             costs[w],
@@ -678,18 +677,18 @@ def plan_rows(
 
 
 @compiled
-def scale_lengths(lengths, alphas, intercept, f):
+def scale_lengths(lengths, alphas, f):
     """Costs `length + alpha * length**2` of a sorted row as integers; returns the shift they are scaled by."""
-    shift = shift_for_lengths(lengths[0], lengths.shape[0], alphas, intercept)
+    shift = shift_for_lengths(lengths[0], lengths.shape[0], alphas)
     for i in range(lengths.shape[0]):
         f[i] = (lengths[i] << shift) + alphas[shift] * lengths[i] * lengths[i]
     return shift
 
 
 @compiled
-def scale_costs(row, by_length, intercept, f):
+def scale_costs(row, by_length, f):
     """Costs given as float64 of a sorted row as integers of at least 1; returns the shift they are scaled by."""
-    shift = shift_for_costs(row[by_length[0]], intercept, row.shape[0])
+    shift = shift_for_costs(row[by_length[0]], row.shape[0])
     unit = 2.0**shift
     for i in range(row.shape[0]):
         f[i] = max(1, np.int64(np.rint(row[by_length[i]] * unit)))
@@ -722,14 +721,14 @@ def step_cost(costs, dp_size, slots, per_step, place):
 
 
 @compiled
-def emit_row(lengths, by_length, starts, whole, place, unit, intercept, order, offsets, costs, tokens):
+def emit_row(lengths, by_length, starts, whole, place, unit, order, offsets, costs, tokens):
     """Write the groups of a row in the order of their places."""
     dp_size = costs.shape[1]
     at = 0
     offsets[0] = 0
     for p in range(place.shape[0]):
         k = place[p]
-        costs[p // dp_size, p % dp_size] = intercept + whole[k] * unit
+        costs[p // dp_size, p % dp_size] = whole[k] * unit
         tokens[p // dp_size, p % dp_size] = (starts[k + 1] - starts[k]) * lengths[starts[k]]
         for i in range(starts[k], starts[k + 1]):
             order[at] = by_length[i]

@@ -10,6 +10,7 @@ from gpusampler.kernels import spec
 
 pytest.importorskip("triton")
 from gpusampler.kernels import engine
+from gpusampler.kernels.checks import MAX_LENGTH
 from gpusampler.kernels.shuffle import shuffle_places
 from gpusampler.kernels.sort import sort_rows
 
@@ -33,13 +34,13 @@ def by_spec(lengths: np.ndarray, dp_size: int, slots: int, max_tokens: int, per_
         np.zeros(rows, np.int64),
     )
     none = np.empty((0, 0))
-    spec.plan_rows(lengths, none, ALPHAS, np.array([3.5]), dp_size, slots, max_tokens, per_step, *outputs)
+    spec.plan_rows(lengths, none, ALPHAS, dp_size, slots, max_tokens, per_step, *outputs)
     return outputs
 
 
 def plan(lengths: torch.Tensor, dp_size: int, slots: int, max_tokens: int, per_step: bool) -> engine.Plan:
     table = torch.from_numpy(ALPHAS).cuda()
-    return engine.plan_rows(lengths, None, table, 3.5, dp_size, slots, max_tokens, per_step)
+    return engine.plan_rows(lengths, None, table, dp_size, slots, max_tokens, per_step)
 
 
 @pytest.mark.parametrize("per_step", [False, True])
@@ -64,7 +65,7 @@ def test_no_synchronisation():
     table = torch.from_numpy(ALPHAS).cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        planned = engine.plan_rows(lengths, None, table, 3.5, 8, 2, 0, False)
+        planned = engine.plan_rows(lengths, None, table, 8, 2, 0, False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(tensor.is_cuda for tensor in planned)
@@ -73,7 +74,7 @@ def test_no_synchronisation():
 def test_a_captured_plan_follows_its_input():
     lengths = torch.from_numpy(skewed(2, 512)).cuda()
     table = torch.from_numpy(ALPHAS).cuda()
-    arguments = (None, table, 3.5, 8, 2, 0, False)
+    arguments = (None, table, 8, 2, 0, False)
     engine.plan_rows(lengths, *arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -90,7 +91,7 @@ def test_a_second_device():
     lengths = torch.from_numpy(skewed(1, 100))
     table = torch.from_numpy(ALPHAS)
     plans = [
-        engine.plan_rows(lengths.to(device), None, table.to(device), 0.0, 4, 2, 0, False)
+        engine.plan_rows(lengths.to(device), None, table.to(device), 4, 2, 0, False)
         for device in ("cuda:0", "cuda:1")
     ]
     for first, second in zip(*plans, strict=True):
@@ -105,7 +106,7 @@ def test_offsets_beyond_2_to_31():
     lengths = torch.ones((rows, size), dtype=torch.int32, device="cuda")
     last = torch.from_numpy(skewed(1, size)[0]).to(torch.int32)
     lengths[-1] = last
-    order = sort_rows(lengths, 232448)[-1].cpu()
+    order = sort_rows(lengths, MAX_LENGTH, 232448)[-1].cpu()
     expected = np.empty(size, np.int64)
     spec.sort_row(last.numpy().astype(np.int64), expected)
     assert order.tolist() == expected.tolist()

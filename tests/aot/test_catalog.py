@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from bench.compile_stats import CHIPS, FORBIDDEN, Stats, faults
 from gpusampler.kernels import launch
 from gpusampler.kernels.catalog import variants
 
-GOOD = Stats("sort_rows", "block=64 i32", 90, 2, 28, 0, 0, 1024, 100, 1600)
+GOOD = Stats("sort_rows", "packed=1 block=64 i32", 90, 2, 28, 0, 0, 1024, 100, 1600)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -18,9 +20,9 @@ def test_every_shape_is_in_the_catalogue(chip: int):
         shape = launch.group_shape(size)
         for name in ("start", "deal", "even", "places"):
             assert (name, (shape.block,), shape.num_warps) in known
-    for size in range(1, launch.MAX_SORT + 2):
-        sort = launch.sort_shape(size, launch.SHARED_BYTES[chip])
-        assert sort is None or ("sort_rows", (sort.block,), sort.num_warps) in known
+    for size, key_bytes in itertools.product(range(1, launch.MAX_SORT + 2), (4, 8)):
+        sort = launch.sort_shape(size, key_bytes, launch.SHARED_BYTES[chip])
+        assert sort is None or ("sort_rows", (key_bytes == 4, sort.block), sort.num_warps) in known
     for slots in range(2, launch.MAX_SLOTS + 1):
         walk = launch.walk_shape(slots)
         assert ("walk", (walk.lanes, walk.slots), walk.num_warps) in known

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from gpusampler.kernels import engine, spec
+from gpusampler.kernels.checks import MAX_LENGTH
 from gpusampler.kernels.costs import Costs, scale_rows
 from gpusampler.kernels.emit import Plan
 from gpusampler.kernels.sort import sort_rows
@@ -25,7 +26,6 @@ class Case(NamedTuple):
     max_tokens: int = 0
     per_step: bool = False
     custom: np.ndarray | None = None
-    intercept: float = 0.0
     alpha: float = 1e-4
 
 
@@ -54,7 +54,9 @@ def giant(size: int, rows: int = 2) -> np.ndarray:
 def prepare(lengths: np.ndarray, max_tokens: int = 0, alpha: float = 1e-4) -> Costs:
     """Rows as the search reads them."""
     rows = torch.from_numpy(lengths)
-    return scale_rows(rows, None, torch.from_numpy(alphas(alpha)), 0.0, max_tokens, sort_rows(rows, SHARED_BYTES))
+    status = torch.empty(len(rows), dtype=torch.int64)
+    by_length = sort_rows(rows, MAX_LENGTH, SHARED_BYTES)
+    return scale_rows(rows, None, torch.from_numpy(alphas(alpha)), max_tokens, MAX_LENGTH, by_length, status)
 
 
 def plan_by_spec(case: Case) -> tuple[np.ndarray, ...]:
@@ -71,7 +73,7 @@ def plan_by_spec(case: Case) -> tuple[np.ndarray, ...]:
     )
     custom = np.empty((0, 0)) if case.custom is None else case.custom
     numbers: tuple[Any, ...] = (case.dp_size, case.slots, case.max_tokens, case.per_step)
-    spec.plan_rows(case.lengths, custom, alphas(case.alpha), np.array([case.intercept]), *numbers, *outputs)
+    spec.plan_rows(case.lengths, custom, alphas(case.alpha), *numbers, *outputs)
     return outputs
 
 
@@ -81,7 +83,6 @@ def plan_by_kernels(case: Case) -> Plan:
         torch.from_numpy(case.lengths),
         None if case.custom is None else torch.from_numpy(case.custom),
         torch.from_numpy(alphas(case.alpha)),
-        case.intercept,
         case.dp_size,
         case.slots,
         case.max_tokens,

@@ -19,7 +19,7 @@ def check(lengths: np.ndarray, dp_size: int, slots: int, max_tokens: int = 0) ->
     caps = torch.from_numpy(spec.WASTE_CAPS)
     counts = torch.full((rows, 1 + len(caps), groups), SENTINEL, dtype=torch.int32)
     usable = torch.full((rows, 1 + len(caps)), SENTINEL, dtype=torch.int32)
-    status, peak = torch.full((2, rows), SENTINEL)
+    status, peak = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), SENTINEL)
     before = costs.most.numpy().astype(np.int64)
     min_max(costs, groups, counts, status, peak)
     limit_peak(costs, groups, status, peak)

@@ -15,7 +15,7 @@ from gpusampler.kernels.search import min_max
 def run(costs: Costs, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = len(costs.f)
     counts = torch.full((rows, 2, groups), SENTINEL, dtype=torch.int32)
-    status = torch.full((rows,), SENTINEL)
+    status = torch.zeros(rows, dtype=torch.int64)
     peak = torch.full((rows,), SENTINEL)
     min_max(costs, groups, counts, status, peak)
     assert (counts[:, 1] == SENTINEL).all()

@@ -19,7 +19,7 @@ def check(lengths: np.ndarray, groups: int, max_tokens: int = 0) -> int:
     rows = len(lengths)
     counts = torch.full((rows, 1 + len(CAPS), groups), SENTINEL, dtype=torch.int32)
     usable = torch.full((rows, 1 + len(CAPS)), SENTINEL, dtype=torch.int32)
-    status, peak = torch.full((2, rows), SENTINEL)
+    status, peak = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), SENTINEL)
     before = costs.most.numpy().astype(np.int64)
     min_max(costs, groups, counts, status, peak)
     limit_peak(costs, groups, status, peak)
