@@ -36,6 +36,8 @@ def test_walk_on_a_gpu_agrees_with_the_cpu() -> None:
         assert (on_gpu.slot, on_gpu.rung, on_gpu.forwards) == (on_cpu.slot, on_cpu.rung, on_cpu.forwards)
         assert on_gpu.state.device.type == on_gpu.raw_batch["x"].device.type == "cuda"
         torch.testing.assert_close(on_gpu.pred.cpu(), on_cpu.pred)
+        for mine in (on_gpu.state, on_gpu.pred, on_gpu.raw_batch["x"]):
+            mine.detach().fill_(-1)  # the caller's to change
 
 
 @pytest.mark.parametrize("place", ["cpu", "pinned", "cuda"])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from gpusampler import GPUBatchRebalanceSampler
 from gpusampler.carry import CarryLoop, CarryStep, ode_renoise, rectified_flow, sde_renoise
 from gpusampler.errors import ParameterError
 
@@ -184,79 +181,6 @@ def test_resume_restarts_streams_at_the_accumulation_index() -> None:
     assert [step.rung for step in steps] == [1, 2, 1, 2, 3, 2, 3]
 
 
-# Sizes that change under a balancing sampler
-
-
-def test_a_changed_batch_size_without_ids_is_refused_with_both_sizes() -> None:
-    loop, calls = make_loop(num_slots=2)
-    loop.step({"x": torch.zeros(3)})
-    loop.step({"x": torch.zeros(5)})
-    before = len(calls)
-    with pytest.raises(ParameterError, match="slot 0 carries a batch of 3 samples and the new one has 5"):
-        loop.step({"x": torch.zeros(5)})
-    with pytest.raises(ParameterError, match="carries a batch of 3 samples and the new one has 1"):
-        loop.step({"x": torch.zeros(1)})  # 1 would broadcast
-    assert len(calls) == before
-    assert loop.step({"x": torch.zeros(3)}).state.shape == (3,)
-
-
-def test_with_ids_a_slot_keeps_its_samples_whatever_the_new_size() -> None:
-    loop, _ = make_loop(num_slots=2)
-    plan = [[4, 9, 2], [7], [0], [3, 1, 5, 8], [6, 10], [11], [12, 13], [14], [15], [16]]
-    steps = [loop.step({"x": torch.tensor(ids, dtype=torch.float32)}, sample_ids=ids) for ids in plan]
-    # slot 0 walks rungs 0 1 2 3 with its first batch; slot 1 starts on rung 1 and is done a call earlier
-    assert [step.sample_ids for step in steps[::2]] == [(4, 9, 2)] * 4 + [(15,)]
-    assert [step.sample_ids for step in steps[1::2]] == [(7,)] * 3 + [(14,)] * 2
-    for step in steps:
-        assert step.raw_batch["x"].tolist() == list(step.sample_ids or ())
-        assert step.state.shape == step.pred.shape == step.raw_batch["x"].shape
-
-
-def test_ids_have_to_come_with_the_first_batch_too() -> None:
-    loop, _ = make_loop()
-    loop.step({"x": torch.zeros(2)})
-    with pytest.raises(ParameterError, match="2 samples and the new one has 1"):
-        loop.step({"x": torch.zeros(1)}, sample_ids=[7])
-
-
-def test_ids_of_another_batch_are_refused() -> None:
-    loop, _ = make_loop()
-    with pytest.raises(ParameterError, match="sample_ids has 1 ids for a batch of 2 samples"):
-        loop.step({"x": torch.zeros(2)}, sample_ids=[7])
-
-
-def test_packed_batches_say_their_size() -> None:
-    loop, _ = make_loop(batch_size=lambda batch: len(batch["cu_seqlens"]) - 1)
-    step = loop.step({"x": torch.zeros(10), "cu_seqlens": [0, 4, 10]}, sample_ids=torch.tensor([3, 8]))
-    assert step.sample_ids == (3, 8)
-    with pytest.raises(ParameterError, match="sample_ids has 2 ids for a batch of 3 samples"):
-        loop.step({"x": torch.zeros(10), "cu_seqlens": [0, 4, 6, 10]}, sample_ids=[1, 2])
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (torch.zeros(3, 2), 3),
-        ([torch.zeros(2), torch.zeros(4)], 2),
-        ({"prompt": "text", "t": torch.tensor(1.0), "x": torch.zeros(4, 2)}, 4),
-        ((types.SimpleNamespace(x=torch.zeros(5)), 1), 5),
-        ("text", None),
-        ({}, None),
-    ],
-)
-def test_sizes_found_in_batches(batch: Any, size: int | None) -> None:
-    def one(state: torch.Tensor, timestep: float, raw_batch: Any) -> torch.Tensor:
-        return state
-
-    loop = CarryLoop(one, GRID, start=lambda _: torch.zeros(1), renoise=ode_renoise(), num_slots=1)
-    loop.step(batch)
-    if size is None:
-        loop.step(torch.zeros(7))
-    else:
-        with pytest.raises(ParameterError, match=f"a batch of {size} samples and the new one has 7"):
-            loop.step(torch.zeros(7))
-
-
 @pytest.mark.parametrize("shape", [(1,), (2, 2), ()])
 def test_a_model_that_would_broadcast_is_refused(shape: tuple[int, ...]) -> None:
     loop, _ = make_loop(model=lambda state, timestep, batch: torch.zeros(shape))
@@ -364,46 +288,3 @@ def test_ode_refuses_a_rung_without_noise() -> None:
     loop, _ = make_loop(grid=[0.0, 1.0])
     with pytest.raises(ParameterError, match=r"sigma is 0 at timestep 0\.0"):
         loop.step({"x": torch.zeros(1)})
-
-
-# With a loader
-
-
-def collate(samples: list[int]) -> dict[str, Any]:
-    return {"x": torch.tensor(samples, dtype=torch.float32), "ids": samples}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_uneven_micro_batches_from_a_real_loader(num_workers: int) -> None:
-    grad_accum = 2
-    plan = [[0, 1, 2], [3], [4], [5, 6, 7], [8, 9], [10, 11], [12], [13, 14], [15], [16, 17, 18]]
-    loader = DataLoader(range(19), batch_sampler=plan, collate_fn=collate, num_workers=num_workers)  # type: ignore[arg-type]
-    loop, _ = make_loop(num_slots=grad_accum)
-    steps = [loop.step(batch, slot=k % grad_accum, sample_ids=batch["ids"]) for k, batch in enumerate(loader)]
-    assert [step.sample_ids for step in steps[::2]] == [(0, 1, 2)] * 4 + [(15,)]
-    assert [step.sample_ids for step in steps[1::2]] == [(3,)] * 3 + [(13, 14)] * 2
-    assert [step.raw_batch["x"].tolist() for step in steps] == [[float(i) for i in s.sample_ids or ()] for s in steps]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_uneven_micro_batches_of_the_balancing_sampler(rank: int) -> None:
-    lengths = [1 + (37 * i * i) % 211 for i in range(128)]
-
-    def make_sampler() -> GPUBatchRebalanceSampler:
-        return GPUBatchRebalanceSampler(lengths, 16, dp_size=2, grad_accum=2, rank=rank, process_group=None)
-
-    sampler = make_sampler()
-    plan = list(sampler)
-    assert len({len(ids) for ids in plan}) > 1  # sizes do change
-    loop, _ = make_loop(num_slots=2)
-    loader = DataLoader(range(128), batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
-    adopted: dict[int, tuple[int, ...]] = {}
-    for index, batch in enumerate(loader):
-        step = loop.step(batch, slot=index % 2, sample_ids=batch["ids"])
-        if step.fresh:
-            adopted[step.slot] = tuple(plan[index])
-        assert step.sample_ids == adopted[step.slot]
-        assert step.raw_batch["x"].tolist() == [float(i) for i in adopted[step.slot]]
-        assert step.state.shape == step.pred.shape == (len(adopted[step.slot]),)
-    loop.restart(5)  # a resume in mid-step, at the second slot
-    assert [loop.step(collate(ids), sample_ids=ids).slot for ids in plan[5:]] == [1, 0] * 5 + [1]

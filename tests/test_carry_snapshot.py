@@ -162,11 +162,10 @@ def test_snapshots_keep_what_containers_carry_besides_items() -> None:
 
 def test_snapshots_keep_what_is_no_data() -> None:
     model, generator, marker = torch.nn.Linear(1, 1), torch.Generator(), object()
-    batch = {"m": model, "g": generator, "o": marker, "f": len, "it": iter([1]), "n": None, "size": torch.Size([2])}
+    batch = {"m": model, "g": generator, "o": marker, "f": len, "t": int, "n": None, "size": torch.Size([2]), "i": 1}
     kept = snapshot_raw_batch(batch, "cpu")
     assert list(kept) == list(batch)
     assert all(kept[key] is value for key, value in batch.items())
-    assert list(batch["it"]) == [1]
 
 
 def test_snapshots_copy_numpy_of_every_kind(tmp_path: Path) -> None:
@@ -193,13 +192,6 @@ def test_snapshots_keep_shared_objects_and_cycles() -> None:
     assert kept["a"] is kept["b"][0]
     assert kept["self"] is kept
     assert kept is not batch
-
-
-def test_objects_that_hold_no_data_are_kept() -> None:
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    empty = Plain(cycle)
-    assert snapshot_raw_batch([empty], "cpu")[0] is empty
 
 
 def test_snapshots_detach_and_leave_inference_mode() -> None:

@@ -4,11 +4,15 @@ A call costs one forward of the walked model. The first call of each slot costs 
 without gradients and keeps the state on the rung where its stream starts. All of the grid, whatever the rung, because
 a sharded model communicates in each forward, and ranks that ran different numbers of them would wait for each other
 for ever. The number of forwards of a call is thus the same on every rank, as long as all ranks make the same calls.
+
+What is carried is the loop's own. Model, re-noising and caller get copies of the state and the batch, so that one that
+works in place, keeps what it was given or returns a static buffer cannot change a trajectory: a few copies the size of
+a state and one the size of a batch a call, small beside the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +21,9 @@ import torch
 
 from gpusampler.carry.renoise import Renoise
 from gpusampler.carry.slots import TrajectoryCarry, as_sample_ids
-from gpusampler.carry.snapshot import as_device, snapshot_raw_batch
+from gpusampler.carry.snapshot import as_device, copy_of
 from gpusampler.carry.streams import stagger_offset, validate_carry_coverage
+from gpusampler.carry.visit import lengths
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 
 
@@ -30,9 +35,9 @@ class CarryStep:
         slot: the accumulation slot.
         rung: the rung the model was run on.
         timestep: `schedule[rung]`.
-        state: the model's input.
+        state: the model's input; a copy, the caller's to change.
         pred: the model's output, with its graph if gradients were on.
-        raw_batch: the batch that belongs to `state`: losses need this one, not the batch passed in.
+        raw_batch: the batch that belongs to `state`: losses need this one, not the batch passed in. A copy, too.
         sample_ids: ids of its samples, or None if they were never given.
         fresh: whether a trajectory began here.
         forwards: forwards of the model this call ran.
@@ -64,8 +69,8 @@ class CarryLoop:
         interval: optimizer steps from one update of `model` to the next.
         device: where carried batches live; None leaves each tensor on its own device.
         max_bytes: bound on the memory held, see `TrajectoryCarry`.
-        batch_size: `batch_size(batch) -> int`, the number of samples; by default the first length found in the batch.
-            Packed batches need it.
+        batch_size: `batch_size(batch) -> int`, the number of samples. Without it a change of size is a change of any
+            length in the batch, so packed batches need it.
         owner: name for messages.
 
     Attributes:
@@ -103,9 +108,10 @@ class CarryLoop:
         batch_size: Callable[[Any], int] | None = None,
         owner: str = "CarryLoop",
     ) -> None:
-        if not isinstance(schedule, (Sequence, torch.Tensor, np.ndarray)) or isinstance(schedule, str):
+        is_list = isinstance(schedule, (Sequence, torch.Tensor, np.ndarray)) and not isinstance(schedule, (str, bytes))
+        if not is_list or getattr(schedule, "ndim", 1) == 0:
             raise ParameterTypeError(f"schedule must be a sequence of timesteps, got {quote(schedule)}")
-        self.schedule = list(schedule)
+        self.schedule = list(copy_of(schedule, name="schedule"))
         if not self.schedule:
             raise ParameterError("schedule must have at least one timestep, got none")
         self.carry = TrajectoryCarry(num_slots, max_bytes=max_bytes)
@@ -117,7 +123,7 @@ class CarryLoop:
         self.forwards = 0
         self._model, self._start, self._renoise = model, start, renoise
         self._device = None if device is None else as_device(device)
-        self._batch_size = batch_size or _first_length
+        self._batch_size = batch_size
 
     def restart(self, micro_batch: int = 0) -> None:
         """Begin anew, as after a resume: every slot starts from fresh noise, staggered again.
@@ -158,15 +164,18 @@ class CarryLoop:
         ids = as_sample_ids(sample_ids)
         self._check_sizes(current, batch, ids)
         before, held = self.forwards, self.carry.slots[current]
-        if held is None:
-            raw_batch = snapshot_raw_batch(batch, self._device)
-            state, rung = self._seed(current, raw_batch)
+        kept = copy_of(batch, self._device) if held is None else held["raw_batch"]
+        raw_batch = copy_of(kept)
+        if held is not None:
+            state, rung, ids = held["state"], held["rung"], self.carry.sample_ids[current]
+        elif self.carry.seeded[current]:
+            state, rung = self._noise(raw_batch), 0
         else:
-            state, rung, raw_batch, ids = held["state"], held["rung"], held["raw_batch"], self.carry.sample_ids[current]
+            state, rung = self._stagger(current, copy_of(kept))
         pred = self._forward(state, rung, raw_batch)
         if rung + 1 < len(self.schedule):
             moved = self._advance(state, pred, rung, raw_batch)
-            self.carry.set(current, state=moved, rung=rung + 1, raw_batch=raw_batch, sample_ids=ids)
+            self.carry.adopt(current, state=moved, rung=rung + 1, raw_batch=kept, sample_ids=ids)
         else:
             self.carry.clear(current)
         self.carry.seeded[current] = True
@@ -174,7 +183,7 @@ class CarryLoop:
         return CarryStep(
             slot=current,
             rung=rung,
-            timestep=self.schedule[rung],
+            timestep=copy_of(self.schedule[rung]),
             state=state,
             pred=pred,
             raw_batch=raw_batch,
@@ -183,18 +192,20 @@ class CarryLoop:
             forwards=self.forwards - before,
         )
 
-    def _seed(self, slot: int, raw_batch: Any) -> tuple[torch.Tensor, int]:
-        """Fresh noise; the slot's first trajectory is walked over the whole grid and kept where its stream starts."""
+    def _noise(self, raw_batch: Any) -> torch.Tensor:
         with torch.no_grad():
             state = self._start(raw_batch)
-        if self.carry.seeded[slot]:
-            return state, 0
+        _check_tensor("start", state)
+        return copy_of(state)
+
+    def _stagger(self, slot: int, raw_batch: Any) -> tuple[torch.Tensor, int]:
+        """The slot's first trajectory: walked over the whole grid, and kept where its stream starts."""
+        kept = state = self._noise(raw_batch)
         num_steps = len(self.schedule)
         offset = stagger_offset(
             stagger_rank=self.stagger_rank, num_slots=self.carry.num_slots, slot=slot, num_steps=num_steps
         )
         first_rung = (offset + self.carry.rounds) % num_steps
-        kept = state
         for rung in range(num_steps - 1):
             with torch.no_grad():
                 state = self._advance(state, self._forward(state, rung, raw_batch), rung, raw_batch)
@@ -203,54 +214,69 @@ class CarryLoop:
         return kept, first_rung
 
     def _forward(self, state: torch.Tensor, rung: int, raw_batch: Any) -> torch.Tensor:
-        pred = self._model(state, self.schedule[rung], raw_batch)
+        pred = self._model(copy_of(state), copy_of(self.schedule[rung]), raw_batch)
         self.forwards += 1
         _check_shape("model", pred, state)
         return pred
 
     def _advance(self, state: torch.Tensor, pred: torch.Tensor, rung: int, raw_batch: Any) -> torch.Tensor:
+        here, there = copy_of(self.schedule[rung]), copy_of(self.schedule[rung + 1])
         with torch.no_grad():
-            moved = self._renoise(state, pred.detach(), self.schedule[rung], self.schedule[rung + 1], raw_batch)
+            moved = self._renoise(copy_of(state), copy_of(pred), here, there, raw_batch)
         _check_shape("renoise", moved, state)
-        return moved
+        return copy_of(moved)
 
     def _check_sizes(self, slot: int, batch: Any, ids: tuple[Hashable, ...] | None) -> None:
-        size = self._batch_size(batch)
-        if ids is not None and size is not None and len(ids) != size:
-            raise ParameterError(
-                f"sample_ids has {len(ids)} ids for a batch of {size} samples; a packed batch needs batch_size"
-            )
         held = self.carry.slots[slot]
-        if held is None or (ids is not None and self.carry.sample_ids[slot] is not None):
+        is_keyed = held is None or (ids is not None and self.carry.sample_ids[slot] is not None)
+        if is_keyed and ids is None:
             return
-        carried = self._batch_size(held["raw_batch"])
-        if size is not None and carried is not None and size != carried:
+        found = self._sizes(batch)
+        if ids is not None and found and len(ids) not in found.values():
             raise ParameterError(
-                f"slot {slot} carries a batch of {carried} samples and the new one has {size}: pass sample_ids on "
-                "every call, so that each loss meets its own samples, or keep the batch size of a slot fixed"
+                f"sample_ids has {len(ids)} ids for a batch of {_all(found)} samples; a packed batch needs batch_size"
+            )
+        if is_keyed or held is None:
+            return
+        carried = self._sizes(held["raw_batch"])
+        change = _first_change(carried, found)
+        if change:
+            where, old, new = change
+            raise ParameterError(
+                f"slot {slot} carries a batch of {old} samples and the new one has {new}, by {where}: pass sample_ids "
+                "on every call, so that each loss meets its own samples, or keep the batch size of a slot fixed; "
+                "if that is no batch size, give batch_size"
             )
 
+    def _sizes(self, batch: Any) -> dict[str, int]:
+        if self._batch_size is None:
+            return lengths(batch)
+        return {"batch_size": check_int("batch_size(batch)", self._batch_size(batch), minimum=0)}
 
-def _check_shape(name: str, value: torch.Tensor, state: torch.Tensor) -> None:
-    for what, tensor in (("start", state), (name, value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ParameterTypeError(f"{what} must return a tensor, got {quote(tensor)}")
+
+def _first_change(carried: dict[str, int], new: dict[str, int]) -> tuple[str, Any, Any] | None:
+    """The first length that differs, with both values; batches that have no path in common compare as a whole."""
+    common = [path for path in carried if path in new]
+    for path in common:
+        if carried[path] != new[path]:
+            return path, carried[path], new[path]
+    if carried and new and not common and set(carried.values()) != set(new.values()):
+        return "batch", _all(carried), _all(new)
+    return None
+
+
+def _all(found: dict[str, int]) -> str:
+    return " or ".join(str(size) for size in sorted(set(found.values())))
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ParameterTypeError(f"{name} must return a tensor, got {quote(value)}")
+
+
+def _check_shape(name: str, value: Any, state: torch.Tensor) -> None:
+    _check_tensor(name, value)
     if value.shape != state.shape:
         raise ParameterError(
             f"{name} must keep the state's shape {tuple(state.shape)}, got {tuple(value.shape)}: nothing is broadcast"
         )
-
-
-def _first_length(batch: Any) -> int | None:
-    """Samples in a batch: the first length of its first tensor, array or list; None if it has none."""
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return len(batch) if batch.ndim else None
-    if isinstance(batch, list):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        values: Iterable[Any] = batch.values()
-    elif isinstance(batch, tuple):
-        values = batch
-    else:
-        values = getattr(batch, "__dict__", {}).values()
-    return next((size for size in map(_first_length, values) if size is not None), None)

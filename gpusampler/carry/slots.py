@@ -1,6 +1,7 @@
 """The trajectories one rank keeps between calls: one for each accumulation slot, taken in turn.
 
-A stored trajectory is copied in, so that nothing the caller does later can reach it. Nothing here is ever part of a
+A stored trajectory is copied in, so that nothing the caller does later to what it passed can reach it; what `slots`
+shows is the carry's own, to read and not to change. Nothing here is ever part of a
 checkpoint: the class has no `state_dict`, and a pickled or deep-copied carry is an empty one. After a resume call
 `restart` with the number of micro-batches already run, and the slot in use matches the accumulation index again.
 
@@ -10,15 +11,18 @@ Memory held is at most `num_slots` states and batches; `memory` reports it and `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpusampler.carry.snapshot import held_bytes, snapshot_raw_batch
+from gpusampler.carry.snapshot import copy_of
+from gpusampler.carry.visit import held_bytes
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
+
+_MAX_SLOTS = 1 << 20  # far above any accumulation; a mistyped count must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class TrajectoryCarry:
         sample_ids: for each slot the ids of the samples it carries, a tuple, or None if unknown.
 
     Raises:
-        ParameterError: a count that is no int or below 1.
+        ParameterError: a count that is no int or below 1, or more than 2**20 slots.
 
     Example:
         >>> carry = TrajectoryCarry(2)
@@ -69,7 +73,7 @@ class TrajectoryCarry:
     sample_ids: list[tuple[Hashable, ...] | None]
 
     def __init__(self, num_slots: int, *, max_bytes: int | None = None) -> None:
-        self.num_slots = check_int("num_slots", num_slots, minimum=1)
+        self.num_slots = check_int("num_slots", num_slots, minimum=1, maximum=_MAX_SLOTS)
         self.max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes, minimum=1)
         self.restart()
 
@@ -129,18 +133,36 @@ class TrajectoryCarry:
             sample_ids: ids of the samples in `raw_batch`, in its order.
 
         Raises:
-            ParameterError: slot or rung out of range, or more than `max_bytes` to hold; the slot keeps what it had.
+            ParameterError: slot or rung out of range, something that cannot be copied, or more than `max_bytes` to
+                hold; the slot keeps what it had.
         """
         slot = self._check_slot(slot)
         rung = check_int("rung", rung, minimum=0)
         ids = as_sample_ids(sample_ids)
         held = self.slots[slot]
         if held is None or held["raw_batch"] is not raw_batch:
-            raw_batch = snapshot_raw_batch(raw_batch, None)
-        entry = {"state": snapshot_raw_batch(state, None), "rung": rung, "raw_batch": raw_batch}
+            raw_batch = copy_of(raw_batch, name="raw_batch")
+        self.adopt(slot, state=copy_of(state, name="state"), rung=rung, raw_batch=raw_batch, sample_ids=ids)
+
+    def adopt(
+        self, slot: int, *, state: Any, rung: int, raw_batch: Any, sample_ids: tuple[Hashable, ...] | None
+    ) -> None:
+        """`set` without copies and checks of types, for what nobody else holds.
+
+        Args:
+            slot: see `set`, as for the others.
+            state: see `set`.
+            rung: see `set`.
+            raw_batch: see `set`.
+            sample_ids: see `set`.
+
+        Raises:
+            ParameterError: more than `max_bytes` to hold; the slot keeps what it had.
+        """
+        entry = {"state": state, "rung": rung, "raw_batch": raw_batch}
         size = held_bytes(entry)
         self._check_bytes(slot, size.total())
-        self.slots[slot], self.sample_ids[slot], self._bytes[slot] = entry, ids, size
+        self.slots[slot], self.sample_ids[slot], self._bytes[slot] = entry, sample_ids, size
         self.seeded[slot] = True
 
     def clear(self, slot: int) -> None:
@@ -185,10 +207,14 @@ def as_sample_ids(sample_ids: Any) -> tuple[Hashable, ...] | None:
         return None
     if isinstance(sample_ids, (torch.Tensor, np.ndarray)):
         sample_ids = sample_ids.reshape(-1).tolist()
-    if isinstance(sample_ids, (str, bytes)) or not isinstance(sample_ids, Iterable):
+    if isinstance(sample_ids, (str, bytes, Mapping, Set)) or not isinstance(sample_ids, Iterable):
         raise ParameterTypeError(f"sample_ids must be a sequence of ids, got {quote(sample_ids)}")
     ids = tuple(sample_ids)
     for index, sample_id in enumerate(ids):
-        if not isinstance(sample_id, Hashable):
-            raise ParameterTypeError(f"sample_ids[{index}] must be hashable, got {quote(sample_id)}")
+        if isinstance(sample_id, torch.Tensor):  # its hash is its address
+            raise ParameterTypeError(f"sample_ids[{index}] must be an int or a string, got {quote(sample_id)}")
+        try:
+            hash(sample_id)
+        except TypeError as error:
+            raise ParameterTypeError(f"sample_ids[{index}] must be hashable, got {quote(sample_id)}") from error
     return ids

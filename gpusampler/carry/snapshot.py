@@ -2,39 +2,46 @@
 
 A carried trajectory keeps its conditioning for as many calls as the grid has rungs, while the loader may reuse pinned
 buffers, shared memory or a static input of a captured graph for its next batch. So each tensor and array is copied,
-even where it already sits on the right device. Containers keep their types; the input is only read.
+even where it already sits on the right device, however deep it lies. Containers and objects keep their types; the
+input is only read, and no code of theirs runs but `to` and `clone`.
 
-Cost: one copy of the data, one visit of each container. Limits: modules and iterators are kept as they are, and so is
-an object that is no known container, has no `to`, and holds no tensor or array in an attribute or one level below.
+Kept as they are: immutable values, classes, functions without a closure, modules (`torch.nn.Module` too) and
+`torch.Generator`. What can be neither copied nor kept, such as an iterator, a closure, a memoryview, a lock or an open
+file, is refused with the path that leads to it. Cost: one copy of the data, one visit of each container.
 """
 
 from __future__ import annotations
 
-import array
 import copy
-import dataclasses
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType, ModuleType, SimpleNamespace
+import functools
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
+from gpusampler.carry.visit import ATTRIBUTE, ITEM, KEY, is_atom, slots_of
 from gpusampler.errors import ParameterError, ParameterTypeError, quote
 
 T = TypeVar("T")
-_NOT_DATA = (type, ModuleType, torch.nn.Module)
+_ADVICE = "carry tensors, arrays and plain values, in containers or plain objects"
+_MAX_DEPTH = 100  # well inside Python's recursion limit
+_REFUSED = (BaseException, Iterator, FunctionType, MethodType, functools.partial, weakref.ReferenceType, memoryview)
 
 
 def snapshot_raw_batch(batch: T, device: torch.device | str | int | None) -> T:
     """Copy `batch` so that nothing in it shares storage with the caller.
 
-    Tensors come back detached, on `device`, as ordinary tensors even under `torch.inference_mode`. Numpy arrays are
-    copied and stay arrays; a memory-mapped one is read into memory. dict, list, tuple, set, deque, namedtuple,
-    dataclass and Mapping (subclasses too) keep their type and attributes, and no constructor runs. An object with a
-    `to` method is copied first and then moved by its own `to`, so that a `to` which works in place never touches the
-    batch. A tensor met twice is copied once.
+    Tensors come back detached, on `device`, as ordinary tensors even under `torch.inference_mode`; a parameter comes
+    back as a tensor. Numpy arrays are copied and stay arrays; a memory-mapped one is read into memory. dict, list,
+    tuple, set, deque, namedtuple, dataclass, Mapping (subclasses too) and plain objects keep their type and
+    attributes, and no constructor runs. An object with a `to` method is copied first and then moved by its own `to`,
+    so that a `to` which works in place never touches the batch; one that also has `clone` and `detach` is copied by
+    these. A leaf without attributes copies itself as for `copy.deepcopy`. A tensor met twice is copied once. A jagged
+    tensor's offsets are its shape, by which torch tells whether two are alike, and stay shared on the same device.
 
     Args:
         batch: whatever the loader yields.
@@ -44,7 +51,7 @@ def snapshot_raw_batch(batch: T, device: torch.device | str | int | None) -> T:
         The copy, of the same type as `batch`.
 
     Raises:
-        ParameterError: `device` names no device.
+        ParameterError: `device` names no device, or something in the batch cannot be copied: the message has its path.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "prompt": ["a", "b"]}
@@ -52,32 +59,19 @@ def snapshot_raw_batch(batch: T, device: torch.device | str | int | None) -> T:
         >>> _ = batch["x"].add_(1)
         >>> kept
         {'x': tensor([0., 0.]), 'prompt': ['a', 'b']}
+        >>> snapshot_raw_batch({"x": [memoryview(b"ab")]}, "cpu")
+        Traceback (most recent call last):
+        ...
+        gpusampler.errors.ParameterTypeError: batch['x'][0] of type memoryview cannot be copied: carry tensors, arrays \
+and plain values, in containers or plain objects
     """
-    target = None if device is None else as_device(device)
+    return copy_of(batch, None if device is None else as_device(device))
+
+
+def copy_of(value: T, device: torch.device | None = None, name: str = "batch") -> T:
+    """`snapshot_raw_batch` onto a device known to be good; `name` begins the paths in messages."""
     with torch.inference_mode(False), torch.no_grad():
-        return cast(T, _Copier(target).copy(batch))
-
-
-def held_bytes(value: Any) -> Counter[str]:
-    """Bytes of the tensors and arrays inside `value`, by device ("cpu" for arrays).
-
-    One met twice counts once; of a jagged or compressed sparse tensor only the values count.
-    """
-    total: Counter[str] = Counter()
-    seen: dict[int, Any] = {}
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen[id(item)] = item
-        if isinstance(item, torch.Tensor):
-            total[str(item.device)] += _tensor_bytes(item)
-        elif isinstance(item, np.ndarray):
-            total["cpu"] += item.nbytes
-        else:
-            stack.extend(_children(item))
-    return total
+        return cast(T, _Copier(device, name).copy(value))
 
 
 def as_device(device: Any) -> torch.device:
@@ -86,69 +80,34 @@ def as_device(device: Any) -> torch.device:
         raise ParameterTypeError(f"device must be a torch.device, a string or an int, got {quote(device)}")
     try:
         return torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ParameterError(f"device names no device of this machine, got {quote(device)}") from error
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> int:
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.values().nbytes
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Instance attributes, whether they live in `__dict__` or in slots."""
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")
-            slot = f"_{kind.__name__.lstrip('_')}{name}" if private else name
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                found[slot] = getattr(value, slot)
-    return found
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
-    if isinstance(value, _NOT_DATA):
-        return ()
-    return list(_attributes(value).values())
-
-
-def _holds_arrays(values: Collection[Any]) -> bool:
-    """Whether a tensor or an array is among `values`, or inside a dict, list or tuple among them."""
-    nested = [item for value in values if isinstance(value, (dict, list, tuple)) for item in _children(value)]
-    return any(isinstance(item, (torch.Tensor, np.ndarray)) for item in [*values, *nested])
-
-
-def _has_methods(value: Any, *names: str) -> bool:
-    return all(callable(getattr(type(value), name, None)) for name in names)
-
-
-def _is_record(value: Any) -> bool:
-    known = isinstance(value, (Mapping, SimpleNamespace)) or hasattr(type(value), "__attrs_attrs__")
-    return known or dataclasses.is_dataclass(value) or _holds_arrays(_attributes(value).values())
 
 
 class _Copier:
     """One traversal. `done` maps the id of an object to it and its copy: it keeps cycles and shared objects."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, name: str) -> None:
         self.device = device
         self.done: dict[int, tuple[Any, Any]] = {}
+        self.path: list[tuple[str, Any]] = [("{}", name)]
 
-    def copy(self, value: Any) -> Any:
-        if value is None or isinstance(value, (str, bytes, int, float, complex, Iterator, *_NOT_DATA)):
+    def copy(self, value: Any, form: str = "", key: Any = None) -> Any:
+        if is_atom(value):
             return value
         if id(value) not in self.done:
-            self._keep(value, self._copy_new(value))
+            self.path.append((form, key))
+            if len(self.path) > _MAX_DEPTH:
+                self._refuse(value, f"it is nested deeper than {_MAX_DEPTH} levels")
+            new = self._copy_new(value)
+            self.done.setdefault(id(value), (value, new))  # a tuple inside itself is there already
+            self.path.pop()
         return self.done[id(value)][1]
+
+    def _refuse(self, value: Any, reason: str, cause: Exception | None = None) -> Any:
+        path = "".join(form.format(key) for form, key in self.path[:12])
+        path += "..." if len(self.path) > 12 else ""
+        raise ParameterTypeError(f"{path} of type {type(value).__name__} cannot be copied: {reason}") from cause
 
     def _keep(self, value: Any, result: Any) -> Any:
         self.done[id(value)] = (value, result)
@@ -156,78 +115,126 @@ class _Copier:
 
     def _copy_new(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.detach().to(self.device or value.device, copy=True)
+            return self._tensor(value)
         if isinstance(value, np.ndarray):
             return self._array(value)
-        if isinstance(value, (bytearray, array.array)):
-            return copy.copy(value)
+        if isinstance(value, np.void):
+            return value.copy()
         if _has_methods(value, "to", "clone", "detach"):
-            clone = value.clone().detach()
-            return clone if self.device is None else clone.to(self.device)
+            clone = self._call(self._call(value, "clone"), "detach")
+            return clone if self.device is None else self._call(clone, "to", self.device)
         if _has_methods(value, "to") and self.device is not None and not isinstance(value, Mapping):
-            return self._move(value)
+            private = _Copier(None, "".join(form.format(key) for form, key in self.path)).copy(value)
+            moved = self._call(private, "to", self.device)
+            return private if moved is None else moved
         return self._container(value)
 
-    def _move(self, value: Any) -> Any:
-        private = _Copier(None).copy(value)
-        moved = private.to(self.device)
-        return private if moved is None else moved
+    def _call(self, value: Any, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(value, method)(*arguments)
+        except (TypeError, AttributeError, NotImplementedError) as error:
+            return self._refuse(value, f"its {method} failed, {error}", error)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return self._refill(value, lambda new: [dict.__setitem__(new, k, self.copy(v)) for k, v in value.items()])
+            return self._dict(value)
         if isinstance(value, list):
-            return self._refill(value, lambda new: list.__setitem__(new, slice(None), [self.copy(v) for v in value]))
+            return self._fill(list, value, list.extend)
         if isinstance(value, deque):
-            return self._refill(value, lambda new: [new.__setitem__(i, self.copy(v)) for i, v in enumerate(value)])
+            return self._deque(value)
         if isinstance(value, tuple):
             return self._tuple(value)
-        if isinstance(value, (set, frozenset)):
-            return type(value)(self.copy(item) for item in value)
+        if isinstance(value, set):
+            return self._fill(set, value, set.update)
+        if isinstance(value, frozenset):
+            return self._set_attributes(frozenset.__new__(type(value), self._items(frozenset.__iter__(value))), value)
         if isinstance(value, MappingProxyType):
-            return MappingProxyType({key: self.copy(item) for key, item in value.items()})
-        return self._record(value) if _is_record(value) or _has_methods(value, "to") else value
+            return MappingProxyType({key: self.copy(item, ITEM, key) for key, item in value.items()})
+        return self._object(value)
 
-    def _array(self, value: np.ndarray[Any, Any]) -> Any:
-        if value.dtype != object:
-            return np.array(value, copy=True, subok=not isinstance(value, np.memmap))
-        items = np.empty(value.size, dtype=object)
-        for position, item in enumerate(value.flat):
-            items[position] = self.copy(item)
-        return items.reshape(value.shape)
+    def _items(self, items: Iterable[Any]) -> list[Any]:
+        return [self.copy(item, ITEM, index) for index, item in enumerate(items)]
 
-    def _refill(self, value: Any, fill: Callable[[Any], Any]) -> Any:
-        """A shallow copy whose entries, and then attributes, are replaced by copies."""
-        new = self._keep(value, copy.copy(value))
-        fill(new)
-        self._set_attributes(new, _attributes(value))
-        return new
+    def _new(self, base: Any, value: Any) -> Any:
+        """An empty object of the same type, made by its builtin base: no code of the type runs."""
+        try:
+            return self._keep(value, base.__new__(type(value)))
+        except TypeError as error:  # a type of an extension module, with a layout of its own
+            return self._refuse(value, _ADVICE, error)
+
+    def _fill(self, base: Any, value: Any, add: Callable[[Any, list[Any]], None]) -> Any:
+        new = self._new(base, value)
+        add(new, self._items(base.__iter__(value)))
+        return self._set_attributes(new, value)
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        base: Any = next(kind for kind in (OrderedDict, defaultdict, dict) if isinstance(value, kind))
+        new = self._new(base, value)
+        if base is defaultdict:
+            defaultdict.__init__(new, vars(defaultdict)["default_factory"].__get__(value))
+        for key, item in base.items(value):
+            base.__setitem__(new, self.copy(key, KEY, key), self.copy(item, ITEM, key))
+        return self._set_attributes(new, value)
+
+    def _deque(self, value: deque[Any]) -> Any:
+        new = self._new(deque, value)
+        deque.__init__(new, (), value.maxlen)
+        deque.extend(new, self._items(deque.__iter__(value)))
+        return self._set_attributes(new, value)
 
     def _tuple(self, value: Any) -> Any:
-        items = [self.copy(item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
+        items = self._items(tuple.__iter__(value))
         if hasattr(value, "n_sequence_fields"):  # a structseq, such as the result of torch.max
             return type(value)(items)
-        new = tuple.__new__(type(value), items)
-        self._set_attributes(new, getattr(value, "__dict__", {}))
-        return new
+        if not getattr(value, "__dict__", None) and all(map(_is, items, tuple.__iter__(value))):
+            return value
+        return self._set_attributes(tuple.__new__(type(value), items), value)
 
-    def _record(self, value: Any) -> Any:
-        """A new object of the same type with copied attributes; no constructor runs."""
-        attributes = _attributes(value)
+    def _tensor(self, value: torch.Tensor) -> Any:
         try:
-            new = object.__new__(type(value))
-        except TypeError:  # a type with a layout of its own
-            new = copy.copy(value)
-        self._keep(value, new)
-        self._set_attributes(new, attributes)
+            new = value.detach().to(self.device or value.device, copy=True)
+        except (NotImplementedError, ValueError) as error:  # a meta tensor has no data to move
+            return self._refuse(value, str(error), error)
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            if name not in vars(new):
+                setattr(new, name, self.copy(attribute, ATTRIBUTE, name))
         return new
 
-    def _set_attributes(self, new: Any, attributes: Mapping[str, Any]) -> None:
-        in_dict = getattr(new, "__dict__", None)
-        for name, attribute in attributes.items():
-            if in_dict is not None and not hasattr(getattr(type(new), name, None), "__objclass__"):
-                in_dict[name] = self.copy(attribute)
-            else:
-                object.__setattr__(new, name, self.copy(attribute))
+    def _array(self, value: np.ndarray[Any, Any]) -> Any:
+        if not value.dtype.hasobject:
+            new = np.array(value, copy=True, subok=not isinstance(value, np.memmap))
+            return self._set_attributes(new, value) if type(new) is type(value) else new
+        if value.dtype != object or type(value) is not np.ndarray:
+            return self._refuse(value, "it has objects in it; only a plain array of dtype object may")
+        items = np.empty(value.size, dtype=object)
+        new = self._keep(value, items.reshape(value.shape))
+        for position, item in enumerate(value.flat):
+            items[position] = self.copy(item, ITEM, position)
+        return new
+
+    def _object(self, value: Any) -> Any:
+        """A new object of the same type with copied attributes, or what the copy protocol of a leaf gives."""
+        if isinstance(value, _REFUSED):
+            self._refuse(value, _ADVICE)
+        if getattr(value, "__dict__", None) or any(True for _ in slots_of(value)):
+            base = SimpleNamespace if isinstance(value, SimpleNamespace) else object
+            return self._set_attributes(self._new(base, value), value)
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            return self._refuse(value, _ADVICE, error)
+
+    def _set_attributes(self, new: Any, value: Any) -> Any:
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            new.__dict__[name] = self.copy(attribute, ATTRIBUTE, name)
+        for member, attribute in slots_of(value):
+            member.__set__(new, self.copy(attribute, ATTRIBUTE, member.__name__))
+        return new
+
+
+def _is(new: Any, old: Any) -> bool:
+    return new is old
+
+
+def _has_methods(value: Any, *names: str) -> bool:
+    return all(callable(getattr(type(value), name, None)) for name in names)
