@@ -99,6 +99,13 @@ def test_a_finished_epoch_is_followed_by_the_next(ranks: list[dict]):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("name", ["ours", "own prepare"])
+def test_l43_resume_where_accelerate_uses_a_stateful_loader(ranks: list[dict], name: str):
+    for rank in RANKS:
+        assert ranks[rank]["stateful"][name] == bare(rank, 1)[3:]
+
+
+@pytest.mark.dist
 def test_l43_a_loaded_position_is_not_forgotten_without_a_word(ranks: list[dict]):
     for rank in ranks:
         assert len(rank["forgotten"]) == 1

@@ -121,6 +121,30 @@ def resume(folder, workers, plain=False):
     return found
 
 
+def stateful(folder):
+    """Resume behind 3 batches of epoch 1 where accelerate uses torchdata's loader, which keeps the position."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    found = {}
+    for name in ("ours", "own prepare"):
+        for resumed in (False, True):
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            sampler = GPUBatchRebalanceSampler(LENGTHS, 8, dp_size=2, grad_accum=2)
+            loader = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
+            if name == "ours":
+                loader = prepare(accelerator, loader, check_accumulation=False)
+            else:
+                loader = accelerator.prepare(loader)
+            if resumed:
+                accelerator.load_state(f"{folder}/{name}")
+            loader.set_epoch(1)
+            batches = zip(range(12 if resumed else 3), loader, strict=False)
+            found[name] = [rows_of(batch["input_ids"]) for _, batch in batches]
+            if not resumed:
+                accelerator.save_state(f"{folder}/{name}")
+                accelerator.wait_for_everyone()
+    return found
+
+
 def forgotten(folder):
     """What is said when a loader of `accelerator.prepare` starts over from epoch 0 behind a loaded position."""
     accelerator = Accelerator(cpu=True)
@@ -190,6 +214,7 @@ if __name__ == "__main__":
     for n in (0, 2):
         report[f"resume {n}"] = resume(str(Path(folder) / f"state{n}"), n)
         report[f"resume {n} own prepare"] = resume(str(Path(folder) / f"plain{n}"), n, plain=True)
+    report["stateful"] = stateful(str(Path(folder) / "stateful"))
     report["forgotten"] = forgotten(str(Path(folder) / "plain0"))
     report["finished"] = finished(str(Path(folder) / "finished"))
     answer(folder, rank, report)
