@@ -60,7 +60,7 @@ class Agreement:
             grace = 1 if backend == "gloo" else 2
             self._plans = self._new_group(backend, self.timeout * grace, _nccl_options(backend, options.max_ctas))
         except RuntimeError as error:
-            raise DistributedError(f"ranks {_some(self.ranks)} could not make a group for plans: {error}") from error
+            raise self._not_begun(error) from error
         self._control_device = torch.device("cpu") if control == "gloo" else self.device
         # torch names a group of a part of the world by its members and the number of groups there are: one made after
         # another was ended would find the dead one's addresses, so these stay until torch.distributed ends
@@ -141,12 +141,15 @@ class Agreement:
         try:
             dist.all_gather(rows, own, group=self._control)
         except RuntimeError as error:
-            raise DistributedError(
-                f"a rank did not begin the iteration within {self.timeout:g} s: every rank of the group "
-                f"({_some(self.ranks)}) must iterate over its sampler; one that iterates alone needs "
-                f"process_group=None. Cause: {error}"
-            ) from error
+            raise self._not_begun(error) from error
         return torch.stack(rows).cpu().numpy()
+
+    def _not_begun(self, error: Exception) -> DistributedError:
+        return DistributedError(
+            f"a rank did not begin the iteration within {self.timeout:g} s: every rank of the group "
+            f"({_some(self.ranks)}) must iterate over its sampler; one that iterates alone needs process_group=None. "
+            f"Cause: {error}"
+        )
 
     def _raise_difference(self, texts: dict[str, str], error: Exception | None) -> None:
         """Raise on every rank; a second gather, which only happens on all, brings the values as text."""

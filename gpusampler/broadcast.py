@@ -152,7 +152,10 @@ class Channel:
             if write is not None:
                 write(slot.host.numpy())
                 slot.device.copy_(slot.host, non_blocking=True)
-            slot.work = dist.broadcast(slot.device, src=self.root, group=self._group, async_op=True)
+            try:
+                slot.work = dist.broadcast(slot.device, src=self.root, group=self._group, async_op=True)
+            except (RuntimeError, ValueError) as error:  # ValueError: the group has been destroyed
+                raise DistributedError(f"plans cannot be broadcast any more: {error}") from error
             if self._by_stream:
                 self._stage(slot)
         self.posted += 1
@@ -203,6 +206,8 @@ class Channel:
                     raise RuntimeError(f"no answer for {self._timeout:g} s")
                 time.sleep(5e-5)
         except RuntimeError as error:
+            if "DataLoader worker" in str(error):  # torch says so of a dead one wherever the main thread is
+                raise
             what = "was not taken by all ranks" if self._sends else f"did not arrive from rank {self.root}"
             raise DistributedError(
                 f"a plan {what} within {self._timeout:g} s: a rank is dead or stuck, or ranks are at different "

@@ -76,12 +76,18 @@ class PlanGroup:
         """The group as it is now; None if there is nobody to agree with.
 
         Raises:
-            ParameterError: this process is not a member.
+            ParameterError: this process is not a member, or the group has been destroyed.
         """
         if self.group is None or not dist.is_available() or not dist.is_initialized():
             return None
         group = dist.group.WORLD if self.group == "auto" else self.group
-        if dist.get_rank(group) < 0:
+        try:
+            rank = dist.get_rank(group)
+        except ValueError as error:
+            raise ParameterError(
+                "process_group has been destroyed, or was made before torch.distributed last began"
+            ) from error
+        if rank < 0:
             raise ParameterError(f"process_group must contain this process, of rank {dist.get_rank()} in the world")
         return group if dist.get_world_size(group) > 1 else None
 
@@ -119,7 +125,7 @@ def from_device_mesh(mesh: Any, dims: str | Sequence[str]) -> Coordinates:
     """
     if not hasattr(mesh, "mesh_dim_names"):
         raise ParameterTypeError(f"mesh must be a DeviceMesh, got {quote(mesh)} of type {type(mesh).__name__}")
-    names = (dims,) if isinstance(dims, str) else tuple(dims)
+    names = tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
     if not names or len(set(names)) != len(names):
         raise ParameterError(f"dims must be names of mesh dimensions, each once, got {quote(dims)}")
     if mesh.get_coordinate() is None:

@@ -8,6 +8,7 @@ collective by a rank that waits for a plan.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -156,6 +157,8 @@ class MicroBatches(Iterator[list[int]]):
         """Cut micro-batches up to where chunks are due, half a chunk at a time, so that handing one out is little."""
         if self._source is None:
             self._open()
+        if self._process != os.getpid():
+            raise RuntimeError("an iteration cannot go on in a process forked from its own; begin another")
         handed = self._handout.handed
         if handed + self._lead >= self._due:
             self._reach(min(handed + self._lead, self._total - 1))
@@ -184,6 +187,7 @@ class MicroBatches(Iterator[list[int]]):
         sampler, epoch, position = self._sampler, self._epoch, self._handout.handed
         step = position // sampler.grad_accum
         spans = Spans.cut(step, sampler.composition, sampler.plan_ahead)
+        self._process = os.getpid()
         partition = self._handout.partition = sampler.partition  # which may be replaced between two steps
         planner = PlanAhead(
             iter(spans),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from gpusampler import state as states
 from gpusampler.agree import Agreement
@@ -352,6 +352,10 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             raise ParameterError(
                 "dp_size was taken to be 1, as torch.distributed was not initialized when the sampler was made; make "
                 "it afterwards, or give dp_size and rank"
+            )
+        if get_worker_info() is not None:
+            raise ParameterError(
+                "process_group must be None where a DataLoader's worker iterates the sampler: workers cannot agree"
             )
         if self._agreement is None or not self._agreement.alive:
             self._agreement = Agreement(group, self.process_group)

@@ -57,6 +57,7 @@ class SharedPlans:
         """Return the next chunk, waiting for it if it has not arrived."""
         if not self._left:
             raise StopIteration
+        self._refuse_older()
         self.waited = False
         while True:
             if not self._posted:
@@ -72,6 +73,7 @@ class SharedPlans:
 
     def fill(self) -> None:
         """Post messages for later chunks."""
+        self._refuse_older()
         while len(self._posted) < min(self._depth, self._left):
             self._post(0.0)
         if self._planner is not None:
@@ -86,9 +88,11 @@ class SharedPlans:
         if self._planner is not None:
             self._planner.close()
 
-    def _post(self, patience: float) -> None:
+    def _refuse_older(self) -> None:
         if self._channel.generation != self._generation:
             raise DistributedError("a later iteration over this sampler has begun; ranks share one at a time")
+
+    def _post(self, patience: float) -> None:
         message = None if self._planner is None else self._make(self._planner, patience)
         number = self._channel.post(None if message is None else partial(pack, message))
         self._posted.append((number, message))

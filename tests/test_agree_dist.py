@@ -161,9 +161,9 @@ def test_planning_longer_than_the_timeout_is_no_failure(answers: Answers):
     for answer in answers(2):
         found = answer["slow_root"]
         assert found["same"]
-        assert found["seconds"] > 3 * 1.7
-        assert found["longest"] > 1.6  # twice the timeout
-        assert found["waits"] == 3
+        assert found["seconds"] > 4 * 1.2
+        assert found["longest"] > 1.2  # twice the timeout
+        assert found["waits"] == 4
 
 
 def test_loaders_that_prefetch_differently_do_not_hang(answers: Answers):

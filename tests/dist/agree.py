@@ -200,8 +200,9 @@ def failing(rank: int, world: int) -> dict[str, Any]:
 
 def slow_root(rank: int, world: int) -> dict[str, Any]:
     """Planning a chunk takes longer than the timeout; the root is alive."""
-    sampler = Sampler(LENGTHS[:200], 64, process_group=PlanGroup(timeout=0.8), plan_ahead=1)
-    with slow_planning(1.8):
+    lengths = np.arange(1, (1 << 13) * 7 + 6)  # chunks of 2, 4 and 1 steps, and the tail
+    sampler = Sampler(lengths, 1 << 13, process_group=PlanGroup(timeout=0.6), plan_ahead=16, drop_last=False)
+    with slow_planning(1.3):
         began = time.monotonic()
         got = list(sampler)
     stats = sampler.stats()
@@ -418,15 +419,20 @@ def mesh(rank: int, world: int) -> dict[str, Any]:
     return {"place": [dp_size, dp_rank], "yields": got, "same": got == alone(sampler), "whole": whole, "errors": errors}
 
 
-if __name__ == "__main__":
+def main(scenarios: dict[str, Any]) -> None:
+    """Run those named on the command line, one after another, and write what each returned."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     own, size = dist.get_rank(), dist.get_world_size()
     answer = {}
     for name in names:
         start = time.monotonic()
-        answer[name] = globals()[name](own, size)
+        answer[name] = scenarios[name](own, size)
         answer[name + "_seconds"] = time.monotonic() - start
         dist.barrier()
     (folder / f"{own}.json").write_text(json.dumps(answer))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(globals())
