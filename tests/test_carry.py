@@ -215,6 +215,8 @@ def test_ranks_from_plain_arguments() -> None:
         ({"rank": 0, "world_size": 2, "sp_size": 1.0}, "sp_size"),
         ({"peer_dims": ("sp",)}, "peer_dims needs mesh"),
         ({"mesh": (2, 2)}, "mesh must be a DeviceMesh"),
+        ({"sp_group": [0, 1]}, "sp_group must be a process group"),
+        ({"dp_group": "dp"}, "dp_group must be a process group"),
         ({"mesh": (2, 2), "sp_size": 2}, "described once"),
     ],
 )
@@ -242,6 +244,8 @@ def test_L05_slots_follow_the_accumulation_rounds() -> None:
     assert parse_carry_slots({}, types.SimpleNamespace(gradient_accumulation_steps=None)) == 1
     with pytest.raises(ValueError, match="rollout_carry_slots=3 and gradient_accumulation_steps=2"):
         parse_carry_slots({"rollout_carry_slots": 3}, loop)
+    with pytest.raises(ValueError, match="key must be a string, got 3"):
+        parse_carry_slots(object(), loop, key=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="my_slots=1 and gradient_accumulation_steps=2"):
         parse_carry_slots({"my_slots": 1, "rollout_carry_slots": 2}, loop, key="my_slots")
 

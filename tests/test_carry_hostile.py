@@ -262,3 +262,28 @@ def test_a_tensor_dictionary() -> None:
     kept = snapshot_raw_batch([tensordict.TensorDict({"a": {"x": x}}, batch_size=[2])], "cpu")[0]
     x.add_(1)
     assert (type(kept), kept["a", "x"].tolist()) == (tensordict.TensorDict, [0.0, 0.0])
+
+
+class TensorLike:
+    """The part of the tensor protocol that tensor dictionaries and graph batches have; what it holds is hidden."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.get = lambda: x
+
+    def clone(self) -> TensorLike:
+        return TensorLike(self.get().clone())
+
+    def detach(self) -> TensorLike:
+        return TensorLike(self.get().detach())
+
+    def to(self, device: torch.device) -> TensorLike:
+        return TensorLike(self.get().to(device))
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_snapshots_use_clone_where_there_is_one(device: Any) -> None:
+    x = torch.zeros(2, requires_grad=True)
+    kept = snapshot_raw_batch([TensorLike(x)], device)[0].get()
+    assert kept.data_ptr() != x.data_ptr()
+    assert not kept.requires_grad
+    assert snapshot_raw_batch(TensorLike(x), "meta").get().device.type == "meta"

@@ -70,7 +70,7 @@ class CarryLoop:
         device: where carried batches live; None leaves each tensor on its own device.
         max_bytes: bound on the memory held, see `TrajectoryCarry`.
         batch_size: `batch_size(batch) -> int`, the number of samples. Without it a change of size is a change of any
-            length in the batch, so packed batches need it.
+            length in the batch, so packed batches need it, and ids have to be as many as some length in the batch.
         owner: name for messages.
 
     Attributes:
@@ -108,6 +108,10 @@ class CarryLoop:
         batch_size: Callable[[Any], int] | None = None,
         owner: str = "CarryLoop",
     ) -> None:
+        calls = {"model": model, "start": start, "renoise": renoise, "batch_size": batch_size or len}
+        for name, call in calls.items():
+            if not callable(call):
+                raise ParameterTypeError(f"{name} must be callable, got {quote(call)}")
         is_list = isinstance(schedule, (Sequence, torch.Tensor, np.ndarray)) and not isinstance(schedule, (str, bytes))
         if not is_list or getattr(schedule, "ndim", 1) == 0:
             raise ParameterTypeError(f"schedule must be a sequence of timesteps, got {quote(schedule)}")

@@ -10,6 +10,7 @@ Everything here is local: no rank is asked anything. Limit: all groups have the 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -170,7 +171,9 @@ def _from_peer_group(group: dist.ProcessGroup) -> tuple[int, int]:
     return first // block * stride + first % stride, world_size // len(ranks)
 
 
-def _group_rank(name: str, group: dist.ProcessGroup) -> int:
+def _group_rank(name: str, group: Any) -> int:
+    if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+        raise ParameterTypeError(f"{name} must be a process group, got {quote(group)}")
     rank = dist.get_rank(group)
     if rank < 0:
         raise ParameterError(f"{name} does not hold this rank, {dist.get_rank()}")

@@ -79,8 +79,8 @@ def as_device(device: Any) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise ParameterTypeError(f"device must be a torch.device, a string or an int, got {quote(device)}")
     try:
-        return torch.device(device)
-    except (RuntimeError, ValueError) as error:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, ValueError, AssertionError) as error:  # the last from a build without that kind of device
         raise ParameterError(f"device names no device of this machine, got {quote(device)}") from error
 
 
@@ -219,6 +219,9 @@ class _Copier:
         if getattr(value, "__dict__", None) or any(True for _ in slots_of(value)):
             base = SimpleNamespace if isinstance(value, SimpleNamespace) else object
             return self._set_attributes(self._new(base, value), value)
+        kind: Any = type(value)
+        if kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
+            return value  # nothing to copy, and it may be a marker that is told by its identity
         try:
             return copy.deepcopy(value)
         except Exception as error:

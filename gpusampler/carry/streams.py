@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gpusampler.errors import ParameterError, check_int, quote
+from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 
 _MISSING = object()
 
@@ -114,6 +114,8 @@ def parse_carry_slots(method_config: Any, loop_config: Any, *, key: str = "rollo
         >>> parse_carry_slots({}, {"gradient_accumulation_steps": 4})
         4
     """
+    if not isinstance(key, str):
+        raise ParameterTypeError(f"key must be a string, got {quote(key)}")
     rounds_name = "gradient_accumulation_steps"
     rounds = _setting(loop_config, rounds_name, default=_MISSING)
     if rounds is _MISSING:
