@@ -172,7 +172,8 @@ def _from_peer_group(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def _group_rank(name: str, group: Any) -> int:
-    if group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+    not_in_it: Any = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not not_in_it and not isinstance(group, dist.ProcessGroup):
         raise ParameterTypeError(f"{name} must be a process group, got {quote(group)}")
     rank = dist.get_rank(group)
     if rank < 0:
