@@ -47,6 +47,7 @@ def test_forwards_are_equal_on_all_ranks_and_every_rung_is_updated(tmp_path: Pat
     for rank, run in enumerate(seen):
         assert run["rungs"] == [(rank * SLOTS + slot + now) % 4 for now in range(ROUNDS) for slot in range(SLOTS)]
         assert run["slots"] == [0, 1] * ROUNDS
+        assert len(set(run["sizes"])) > 1
     # gcd(4, 4) = 4: each stream is updated on a single rung, and the four streams share out all four
     assert sorted({rung for run in seen for rung in run["updated"]}) == [0, 1, 2, 3]
     assert [sorted(set(run["updated"])) for run in seen] == [[0, 1], [2, 3]]
@@ -121,8 +122,10 @@ def run_walk() -> dict[str, Any]:
     for now in range(ROUNDS):
         is_update = now % INTERVAL == 0
         for slot in range(SLOTS):
+            size = 1 + (stagger_rank + slot + now) % 3  # uneven over ranks, slots and steps
             with torch.set_grad_enabled(is_update):
-                step = loop.step({"x": torch.zeros(3, 4)}, slot=slot)
+                step = loop.step({"x": torch.zeros(size, 4)}, slot=slot, sample_ids=range(size))
+            assert len(step.pred) == len(step.sample_ids or ()) == len(step.raw_batch["x"])
             steps.append(step)
             if is_update:
                 (step.pred - step.raw_batch["x"]).square().mean().backward()
@@ -137,6 +140,7 @@ def run_walk() -> dict[str, Any]:
         "model_forwards": student.count,
         "rungs": [step.rung for step in steps],
         "slots": [step.slot for step in steps],
+        "sizes": [len(step.sample_ids or ()) for step in steps],
         "updated": updated,
         "weights": weights,
     }
