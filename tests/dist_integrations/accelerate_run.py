@@ -136,6 +136,8 @@ def stateful(folder):
                 loader = accelerator.prepare(loader)
             if resumed:
                 accelerator.load_state(f"{folder}/{name}")
+            else:
+                read(loader)  # the epoch before
             loader.set_epoch(1)
             batches = zip(range(12 if resumed else 3), loader, strict=False)
             found[name] = [rows_of(batch["input_ids"]) for _, batch in batches]
