@@ -61,7 +61,7 @@ class CarryLoop:
         model: `model(state, timestep, raw_batch) -> pred`, the clean prediction, of the shape of `state`. Gradients
             are as the caller sets them, off during the stagger walk.
         schedule: the grid, noisiest rung first; `timestep` is its element, of whatever type that is.
-        start: `start(raw_batch) -> state`, fresh noise for rung 0.
+        start: `start(raw_batch) -> state`, fresh noise for rung 0; its batch is the one the step then hands on.
         renoise: `renoise(state, pred, timestep, next_timestep, raw_batch) -> state`; see `sde_renoise`, `ode_renoise`.
         num_slots: accumulation slots: the sampler's `grad_accum`.
         stagger_rank: see `stagger_rank_and_groups`.
