@@ -168,9 +168,13 @@ def test_gather_for_metrics_keeps_the_last_micro_batch_whole():
 def test_l43_skipping_takes_no_plans():
     prepared = prepare_loader(Accelerator(cpu=True), loader())
     sampler = prepared.batch_sampler
-    planned = []
-    original = sampler._plan_chunk
-    sampler._plan_chunk = lambda *place: planned.append(place[:2]) or original(*place)
+    planned, original = [], sampler._plan_chunk
+
+    def plan(*place, **options):
+        planned.append(place[:2])
+        return original(*place, **options)
+
+    sampler._plan_chunk = plan
     sampler.plan_ahead = 1
     rest = skip_first_batches(prepared, 9)
     rest.set_epoch(2)
