@@ -85,4 +85,4 @@ for name in ("accelerate", "transformers", "torchdata"):
         print(error.name.partition(".")[0])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.split() == ["accelerate", "accelerate", "torchdata"]
+    assert result.stdout.split() == ["accelerate", "transformers", "torchdata"]

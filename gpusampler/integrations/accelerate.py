@@ -2,10 +2,10 @@
 
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
-`Accelerator.prepare` takes every batch sampler for one that yields the batches of all processes, of which it keeps every
-n-th. Its shard asks the sampler, which has it hand on everything (see `gpusampler.handout`), so that a loader may be
-prepared by accelerate alone. Here it is prepared as for one process, without a shard; what accelerate cannot do with it
-is refused, and checkpoints keep its position. `set_epoch` and `skip_first_batches` of accelerate reach the sampler.
+`Accelerator.prepare` takes every batch sampler for one that yields the batches of all processes, of which it keeps
+every n-th. Its shard asks the sampler, which has it hand on everything (see `gpusampler.handout`), so that a loader may
+be prepared by accelerate alone. Here it is prepared as for one process, without a shard; what cannot be honoured is
+refused, and checkpoints keep its position. `set_epoch` and `skip_first_batches` of accelerate reach the sampler.
 """
 
 from __future__ import annotations
