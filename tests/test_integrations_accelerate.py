@@ -113,6 +113,7 @@ def test_l43_a_loaded_position_is_not_forgotten_without_a_word(ranks: list[dict]
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_tensor_and_context_parallel_peers_get_the_same_rows(tmp_path: Path):
     found = launch("mesh_run.py", tmp_path, world=4)
     for peers in ("tp_size", "cp_size"):

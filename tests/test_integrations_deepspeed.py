@@ -78,6 +78,7 @@ def test_what_is_no_configuration():
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_a_real_engine_takes_the_sizes_and_the_weighted_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

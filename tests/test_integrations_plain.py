@@ -31,7 +31,7 @@ def test_without_weights_the_gradient_is_another(ranks: list[dict]):
 
 
 @pytest.mark.dist
-def test_every_sample_once_an_epoch_and_three_orders(ranks: list[dict]):
+def test_l14_every_sample_once_an_epoch_and_three_orders(ranks: list[dict]):
     # 48 = 3 * 15 + 3, and the last 3 are filled up to 2 * 3 micro-batches
     for epoch in range(3):
         counts = Counter(row for rank in ranks for rows in rank["epochs"][epoch] for row in rows)

@@ -47,7 +47,7 @@ def test_repeats_that_fill_up_the_last_step_count_nothing(ranks: list[dict], los
 
 
 @pytest.mark.dist
-def test_every_sample_once_an_epoch_and_other_steps_each_epoch(ranks: list[dict]):
+def test_l01_l14_every_sample_once_an_epoch_and_other_steps_each_epoch(ranks: list[dict]):
     epochs = []
     for epoch in range(3):
         parts = [rank["runs"]["unbroken"][8 * epoch : 8 * epoch + 8] for rank in ranks]
@@ -60,7 +60,7 @@ def test_every_sample_once_an_epoch_and_other_steps_each_epoch(ranks: list[dict]
 
 
 @pytest.mark.dist
-def test_l43_resume_in_the_second_epoch_is_exact(ranks: list[dict]):
+def test_l43_l44_resume_in_the_second_epoch_with_workers_is_exact(ranks: list[dict]):
     for rank in ranks:
         assert rank["runs"]["resumed"] == rank["runs"]["unbroken"][12:]
         assert rank["runs"]["resumed weights"] == rank["runs"]["unbroken weights"]
@@ -301,7 +301,7 @@ def test_own_count_of_items(tmp_path: Path):
     assert counted == sizes + sizes  # for the total, then for each weight
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_l41_persistent_workers(tmp_path: Path, context: str):
     options = {"dataloader_persistent_workers": True, "dataloader_multiprocessing_context": context}
     trainer = balance(recorder(tmp_path, num_train_epochs=3, dataloader_num_workers=2, **options), cost=COST)
