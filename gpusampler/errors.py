@@ -30,7 +30,10 @@ class DistributedError(RuntimeError):
 
 def quote(value: object, limit: int = 80) -> str:
     """`repr(value)`, cut to `limit` characters: a message never dumps a tensor."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError) as error:  # an int of too many digits, a value nested too deep
+        text = f"a value of type {type(value).__name__} that cannot be shown ({error})"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -40,9 +43,9 @@ def check_int(name: str, value: Any, minimum: int | None = None, maximum: int | 
         raise ParameterTypeError(f"{name} must be an int, got {quote(value)} of type {type(value).__name__}")
     result = int(value)
     if minimum is not None and result < minimum:
-        raise ParameterError(f"{name} must be at least {minimum}, got {result}")
+        raise ParameterError(f"{name} must be at least {minimum}, got {quote(result)}")
     if maximum is not None and result > maximum:
-        raise ParameterError(f"{name} must be at most {maximum}, got {result}")
+        raise ParameterError(f"{name} must be at most {maximum}, got {quote(result)}")
     return result
 
 
@@ -50,7 +53,10 @@ def check_float(name: str, value: Any, minimum: float | None = None) -> float:
     """Return `value` as a finite builtin float of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ParameterTypeError(f"{name} must be a number, got {quote(value)} of type {type(value).__name__}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        raise ParameterError(f"{name} must be at most 1.8e308, got {quote(value)}") from None
     if not math.isfinite(result):
         raise ParameterError(f"{name} must be finite, got {result}")
     if minimum is not None and result < minimum:

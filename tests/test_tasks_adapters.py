@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from gpusampler.errors import ParameterError
 from gpusampler.tasks import (
+    EmptyTaskError,
     MultiTaskBatchSampler,
     Source,
     Task,
@@ -146,8 +147,10 @@ def test_bad_data_raises(tmp_path):
         record_systems(write_store(tmp_path / "bad.db", {"s": [None]}))
     with pytest.raises(ValueError, match="max_length must be at least 1"):
         make_source(array_systems(np.array([3])), of(1), max_length=0)
-    with pytest.raises(ValueError, match="batches of the systems must have a positive sum"):
-        make_source(array_systems(np.array([3])), of(1), max_length=2)
+    with pytest.raises(ValueError, match=r"a/0\[1\] must be a length from 0 to 2\*\*63 - 1, got -4"):
+        array_systems({"a": [np.array([3, -4])]})
+    with pytest.raises(ValueError, match="got 9223372036854775808"):
+        array_systems(np.array([2**63], dtype=np.uint64))
 
 
 def test_an_error_of_the_sampler_names_the_system():
@@ -155,4 +158,47 @@ def test_an_error_of_the_sampler_names_the_system():
         raise ParameterError(f"too few rows: {len(lengths)}")
 
     with pytest.raises(ParameterError, match="system 'a' with 2 frames: too few rows: 2"):
-        make_source(array_systems({"a": np.array([3, 4])}), refuse)
+        resolve_task_schedule([Task("t", [make_source(array_systems({"a": np.array([3, 4])}), refuse)])])
+
+
+@pytest.mark.parametrize("front", ["arrays", "store", "none"])
+@pytest.mark.parametrize("policy", ["epoch", "legacy"])
+def test_a_source_that_filters_to_nothing_is_an_empty_task(tmp_path, front, policy):
+    systems = {
+        "arrays": lambda: array_systems({name: np.array(lengths) for name, lengths in DATA.items()}),
+        "store": lambda: record_systems(write_store(tmp_path / "train.db", DATA)),
+        "none": list,
+    }[front]()
+    tasks = [Task("full", [4]), Task("gone", [make_source(systems, of(4), max_length=1, auto_prob="prob_uniform")])]
+    with pytest.raises(EmptyTaskError, match="task 'gone' has no batches to draw"):
+        resolve_task_schedule(tasks, policy, num_steps=5)
+    for exclude in (["gone"], "empty"):
+        schedule = resolve_task_schedule(tasks, policy, num_steps=5, exclude=exclude)
+        assert (schedule.excluded, schedule.probabilities) == (("gone",), {"full": 1.0})
+
+
+def test_what_is_wrong_with_an_excluded_task_does_not_matter():
+    def refuse(lengths):
+        raise ParameterError("never")
+
+    partly = make_source(array_systems({"a": np.array([3]), "b": np.array([9])}), of(1), max_length=5, sys_probs=[0, 1])
+    tasks = [
+        Task("full", [4]),
+        Task("refused", [make_source(array_systems(np.array([3])), refuse)]),
+        Task("partly", [partly]),
+    ]
+    with pytest.raises(ParameterError, match="source 0 of task 'refused': system 'array' with 1 frames: never"):
+        resolve_task_schedule(tasks, num_steps=1, exclude=["partly"])
+    with pytest.raises(ParameterError, match="source 0 of task 'partly': system 'b' with 0 frames is drawn"):
+        resolve_task_schedule(tasks, num_steps=1, exclude=["refused"])
+    assert resolve_task_schedule(tasks, num_steps=1, exclude=["partly", "refused"]).probabilities == {"full": 1.0}
+
+
+def test_an_empty_source_beside_a_full_one_is_never_drawn():
+    gone = make_source(array_systems(np.array([30])), of(1), max_length=5)
+    task = Task("t", [gone, Source(of(1)(range(3)))])
+    schedule = resolve_task_schedule([task], "epoch", num_steps=20)
+    assert schedule.epoch_lengths == {"t": 3}
+    assert {item.source for item in MultiTaskBatchSampler(schedule)} == {1}
+    with pytest.raises(ParameterError, match="none of the 1 systems has batches to draw"):
+        gone.workload.system_at(0, 1)

@@ -70,8 +70,10 @@ def test_arrays_through_balancing_samplers():
     source = make_source(systems, lambda kept: balancing(len(kept), 8), auto_prob="prob_uniform")
     assert source.num_steps == 14  # 7 and 5 steps, half each
     with pytest.raises(ValueError, match="system 'b' with 33 frames"):
-        make_source(
-            systems, lambda kept: GPUBatchRebalanceSampler(kept, 64 if len(kept) < 50 else 8, process_group=None)
+        len(
+            make_source(
+                systems, lambda kept: GPUBatchRebalanceSampler(kept, 64 if len(kept) < 50 else 8, process_group=None)
+            ).workload
         )
 
 
@@ -158,7 +160,9 @@ def test_a_balancing_sampler_is_taken_to_a_place_without_iterating(monkeypatch):
     reader = SamplerReader(balancing(52, 8), "a")
     planned = []
     plan_chunk = reader.sampler._plan_chunk
-    monkeypatch.setattr(reader.sampler, "_plan_chunk", lambda *place: planned.append(place) or plan_chunk(*place))
+    monkeypatch.setattr(
+        reader.sampler, "_plan_chunk", lambda *place, **more: planned.append(place) or plan_chunk(*place, **more)
+    )
     reader.seek(37)
     assert reader.next() == expected
     assert planned[0][:2] == (2, 4)  # epoch 2, step 4: 37 is 2 * 14 + 4 * 2 + 1

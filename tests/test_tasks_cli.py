@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpusampler.tasks.cli import register
@@ -14,7 +15,8 @@ from gpusampler.tasks.cli import register
 
 def call(tmp_path, config, *options):
     path = tmp_path / "tasks.json"
-    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    text = config if isinstance(config, (str, bytes)) else json.dumps(config)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     parser = argparse.ArgumentParser()
     register(parser.add_subparsers(required=True))
     arguments = parser.parse_args(["tasks", str(path), *options])
@@ -82,7 +84,7 @@ def test_the_report_in_the_documentation_is_what_its_configuration_gives(tmp_pat
         ({"tasks": {"a": {"sources": 3}}}, "sources of task 'a' must be a list"),
         ({"tasks": {"a": [{"prob": 1}]}}, "source 0 of task 'a' must have one of"),
         ({"tasks": {"a": [{"batches": 3, "systems": [1]}]}}, "must have one of"),
-        ({"tasks": {"a": [{"batches": "3"}]}}, "source 0 of task 'a': batches of the source must be an int"),
+        ({"tasks": {"a": [{"batches": "3"}]}}, "source 0 of task 'a': batches must be an int, got '3'"),
         ({"tasks": {"a": [{"batches": 3, "auto_prob": "x"}]}}, "a source with batches has unknown keys ['auto_prob']"),
         ({"tasks": {"a": [{"systems": 3}]}}, "systems must be a list of ints"),
         ({"tasks": {"a": [{"systems": [1], "auto_prob": "x"}]}}, "source 0 of task 'a': auto_prob must be"),
@@ -108,3 +110,73 @@ def test_a_missing_file_is_exit_code_2(tmp_path, capsys):
     arguments = parser.parse_args(["tasks", str(tmp_path / "none.json")])
     assert arguments.func(arguments) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"tasks": {"a": [{"batches": 3}], "a": [{"batches": 4}]}}', "'a' occurs twice in one object"),
+        ('{"tasks": {"a": [{"batches": 3, "prob": 1, "prob": 2}]}}', "'prob' occurs twice"),
+        (b'{"tasks": {"\xff": []}}', "can't decode byte 0xff"),
+        ('{"num_steps": 1%s, "tasks": {"a": [{"batches": 3}]}}' % ("0" * 5000), "Exceeds the limit"),
+        ("[" * 100_000, "recursion"),
+        ('{"num_steps": 1%s, "tasks": {"a": [{"batches": 3}]}}' % ("0" * 400), "num_steps must be at most"),
+        ('{"num_steps": 9, "tasks": {"a": [{"batches": 1%s}]}}' % ("0" * 400), "batches of the source must be at most"),
+        (
+            '{"num_steps": 9, "tasks": {"a": [{"batches": 3, "prob": 1%s}]}}' % ("0" * 400),
+            "prob must be at most 1.8e308",
+        ),
+        (
+            '{"num_steps": 9, "model_prob": {"a": 1%s}, "tasks": {"a": [{"batches": 3}]}}' % ("0" * 400),
+            "model_prob['a']",
+        ),
+        (
+            '{"num_epoch_dict": {"a": 1e300}, "tasks": {"a": [{"batches": 3}]}}',
+            "steps of num_epoch_dict must be at most",
+        ),
+        ('{"num_steps": 9, "exclude": [["a"]], "tasks": {"a": [{"batches": 3}]}}', "exclude[0] must be the name of"),
+        (
+            '{"num_steps": 9, "exclude": ["b", 3, null], "tasks": {"a": [{"batches": 3}]}}',
+            "exclude[1] must be the name",
+        ),
+        ('{"num_steps": 9, "exclude": 5, "tasks": {"a": [{"batches": 3}]}}', "exclude must be a list"),
+        ('{"num_steps": 9, "tasks": {"a": [{"systems": [1, 2], "sys_probs": 5}]}}', "sys_probs must be a list, got 5"),
+        ('{"num_steps": 9, "tasks": {"a": [{"batches": [1, 2]}]}}', "batches must be an int, got [1, 2] of type list"),
+        ('{"num_steps": 9, "tasks": {"a": [{"batches": {"b": 1}}]}}', "batches must be an int, got {'b': 1}"),
+        (
+            '{"num_steps": 9, "tasks": {"a": [{"systems": [1, [2]]}]}}',
+            "systems[1] must be an int, got [2] of type list",
+        ),
+        ('{"num_steps": 9, "tasks": {"a": [{"batches": 3, "name": 5}]}}', "name of a source must be a string, got 5"),
+        ('{"num_steps": 9, "tasks": {"\\ud800": [{"batches": 3}]}}', "name of a task must be text"),
+        ('{"num_steps": 9, "policy_version": true, "tasks": {"a": [{"batches": 3}]}}', "policy_version must be an int"),
+        ('{"num_steps": 9, "tasks": {"a": [{"systems": [0, 0]}]}}', "task 'a' has no batches to draw"),
+    ],
+)
+def test_hostile_files_are_one_line_and_exit_code_2(tmp_path, capsys, text, message):
+    assert call(tmp_path, text) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("budget", [{"num_steps": 9}, {"num_epoch_dict": {"a": 3}}])
+def test_a_budget_is_given_once(tmp_path, capsys, budget):
+    assert call(tmp_path, {**budget, "tasks": {"a": [{"batches": 3}]}}, "--num-steps", "10") == 2
+    message = "--num-steps 10 is for configurations without a budget; this one has 9 steps"
+    assert message in capsys.readouterr().err
+
+
+def test_a_task_can_be_excluded_that_cannot_be_read_or_filters_to_nothing(tmp_path, capsys):
+    np.save(tmp_path / "long.npy", np.array([500, 600]))
+    gone = {"lengths": "long.npy", "max_length": 100, "sampler": {"effective_batch_size": 1}}
+    config = {"num_steps": 9, "tasks": {"full": [{"batches": 3}], "gone": [gone]}}
+    assert call(tmp_path, config) == 2
+    assert "task 'gone' has no batches to draw" in capsys.readouterr().err
+    for exclude in ("empty", ["gone"]):
+        assert call(tmp_path, {**config, "exclude": exclude}) == 0
+        assert "excluded: gone" in capsys.readouterr().out
+    config["tasks"]["gone"] = [{"lengths": "missing.npy"}]
+    assert call(tmp_path, {**config, "exclude": ["gone"]}) == 0
+    assert "excluded: gone" in capsys.readouterr().out

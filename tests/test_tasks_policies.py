@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from gpusampler.errors import ParameterError
 from gpusampler.tasks import EmptyTaskError, Source, SystemGroup, Task, expected_visits, resolve_task_schedule
 
 
@@ -86,7 +87,8 @@ def test_bad_tasks_raise():
         Task("", [1])
     with pytest.raises(ValueError, match="sources of task 'a' must be a list"):
         Task("a", "water")
-    with pytest.raises(ValueError, match="missing"):
+    message = r"weight must be given for every task or for none: \['a'\] have one, \['b'\] not"
+    with pytest.raises(ValueError, match=message):
         resolve_task_schedule([Task("a", [1], weight=1), Task("b", [1])], num_steps=1)
     with pytest.raises(ValueError, match=r"weight \(of tasks \['a'\]\) excludes"):
         resolve_task_schedule([Task("a", [1], weight=1)], num_steps=1, model_prob={"a": 1})
@@ -215,3 +217,80 @@ def test_resolving_reads_and_writes_no_global_generator():
     np.random.seed(1)
     torch.manual_seed(1)
     assert [schedule.task_at(step) for step in range(100)] == drawn
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: resolve_task_schedule(None, num_steps=1), "tasks must be a list of Task, got None"),
+        (lambda: resolve_task_schedule(two(1, 1), num_steps=HUGE), "num_steps must be at most 9223372036854775807"),
+        (
+            lambda: resolve_task_schedule(two(1, 1), num_steps=-(10**5000)),
+            "num_steps must be at least 1, got a value of",
+        ),
+        (
+            lambda: resolve_task_schedule(two(1, 1), model_prob={"a": HUGE, "b": 1}),
+            r"model_prob\['a'\] must be at most 1.8",
+        ),
+        (
+            lambda: resolve_task_schedule(two(1, 1), num_epoch_dict={"a": HUGE, "b": 1}),
+            r"num_epoch_dict\['a'\] must be",
+        ),
+        (
+            lambda: resolve_task_schedule(two(1, 1), exclude=[["a"]]),
+            r"exclude\[0\] must be the name of a task, got \['a'\]",
+        ),
+        (
+            lambda: resolve_task_schedule(two(1, 1), exclude=["c", None]),
+            r"exclude\[1\] must be the name of a task, got None",
+        ),
+        (lambda: resolve_task_schedule(two(1, 1), policy_version=True), "policy_version must be an int, got True"),
+        (lambda: resolve_task_schedule(two(1, 1), policy_version=1.0), "policy_version must be an int, got 1.0"),
+        (lambda: Task("\ud800", [1]), "name of a task must be text that UTF-8 can hold, got '"),
+        (lambda: Source(3, name=5), "name of a source must be a string, got 5"),
+        (lambda: Source({"a": 1}), "batches of the source must be an int, a sampler"),
+        (lambda: Source(HUGE), "batches of the source must be at most"),
+        (lambda: Source(3, prob=HUGE), "prob must be at most 1.8e308"),
+        (
+            lambda: Task("t", [Source(1, prob=1e308), Source(1, prob=1e308), 1]).epoch_length,
+            "must sum to at most 1, got 1.79",
+        ),
+        (lambda: expected_visits(resolve_task_schedule(two(1, 1)), HUGE), "num_steps must be at most"),
+    ],
+)
+def test_hostile_arguments_raise_with_their_name(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make()
+    assert isinstance(caught.value, ParameterError)
+
+
+@pytest.mark.parametrize("bad", [-1, math.nan, HUGE, "x", None])
+@pytest.mark.parametrize("keyword", ["model_prob", "num_epoch_dict"])
+def test_values_of_excluded_tasks_are_checked_too(keyword, bad):
+    with pytest.raises(ParameterError, match=rf"{keyword}\['b'\] must be"):
+        resolve_task_schedule(two(1, 1), exclude=["b"], **{keyword: {"a": 1, "b": bad}})
+    assert resolve_task_schedule(two(1, 1), exclude=["b"], **{keyword: {"a": 1, "b": 2}}).probabilities == {"a": 1.0}
+
+
+def test_a_callable_that_raises_is_named_and_kept_as_the_cause():
+    def broken() -> int:
+        return {}["no such key"]
+
+    with pytest.raises(
+        ParameterError, match="source 0 of task 't': the callable of the source raised KeyError"
+    ) as caught:
+        resolve_task_schedule([Task("t", [broken])], num_steps=1)
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+
+
+def test_float32_weights_mean_the_decimals_they_print():
+    low, high = np.float32(0.1), np.float32(0.9)
+    assert Task("t", [Source(1, prob=low), Source(9, prob=high)]).epoch_length == 10
+    assert SystemGroup([1, 9], sys_probs=np.array([0.1, 0.9], dtype=np.float32)).num_steps == 10
+    assert resolve_task_schedule(two(1, 1), model_prob={"a": low, "b": high}).probabilities == {"a": 0.1, "b": 0.9}
+    assert resolve_task_schedule(two(100, 10), num_epoch_dict={"a": low, "b": low}).num_steps == 11
+    weighted = [Task("a", [1], weight=low), Task("b", [1], weight=np.float16(0.9))]
+    assert resolve_task_schedule(weighted).probabilities == {"a": 0.1, "b": 0.9}

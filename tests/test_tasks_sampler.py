@@ -226,34 +226,6 @@ def test_accumulation_may_change_between_steps():
         build(2).load_state_dict(build(1).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("other", "field"),
-    [
-        ({"policy": "legacy"}, "policy"),
-        ({"seed": 2}, "seed"),
-        ({"draw": "low_discrepancy"}, "draw"),
-        ({"model_prob": {"a": 1, "b": 1}}, "policy"),
-        ({"sizes": (4, 6)}, "epoch_lengths"),
-    ],
-)
-def test_a_state_of_another_schedule_is_refused_by_field(other, field):
-    def build(sizes=(6, 4), **keywords):
-        tasks = [Task(name, [batches(size, 1)]) for name, size in zip("ab", sizes, strict=True)]
-        return MultiTaskBatchSampler(
-            resolve_task_schedule(tasks, **{"policy": "epoch", "num_steps": 5, "seed": 1, **keywords})
-        )
-
-    state = build().state_dict()
-    with pytest.raises(ValueError, match=f"state has {field} "):
-        build(**other).load_state_dict(state)
-    with pytest.raises(ValueError, match="state has policy_version 2, this schedule has 1"):
-        build().load_state_dict({**state, "policy_version": 2})
-    with pytest.raises(ValueError, match="state has format None"):
-        build().load_state_dict({})
-    with pytest.raises(ValueError, match="state must be a mapping"):
-        build().load_state_dict(None)
-
-
 def test_what_cannot_be_iterated_is_refused():
     def build(*sources, num_steps=3):
         return MultiTaskBatchSampler(resolve_task_schedule([Task("t", sources)], "epoch", num_steps))

@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpusampler.errors import ParameterError
 from gpusampler.tasks import Source, SystemGroup, Task, resolve_task_schedule, system_probabilities
 
 F = Fraction
@@ -90,10 +92,12 @@ def test_bad_sys_probs_raise(sys_probs, message):
 
 def test_a_system_that_is_drawn_and_empty_raises_by_name():
     with pytest.raises(ValueError, match=r"system 1 is drawn with probability 0\.5 and has 0 batches"):
-        SystemGroup([3, 0], "prob_uniform")
+        len(SystemGroup([3, 0], "prob_uniform"))
     with pytest.raises(ValueError, match="left is drawn"):
-        SystemGroup([0, 3], "prob_uniform", names=["left", "right"])
-    with pytest.raises(ValueError, match="systems must be a list of ints, callables or samplers, got 3"):
+        len(SystemGroup([0, 3], "prob_uniform", names=["left", "right"]))
+    with pytest.raises(ValueError, match="source 1 of task 't': system 1 is drawn"):
+        resolve_task_schedule([Task("t", [3, SystemGroup([3, 0], "prob_uniform")])], num_steps=1)
+    with pytest.raises(ValueError, match="systems must be a list, got 3"):
         SystemGroup(3)
     with pytest.raises(ValueError, match="names must have one entry"):
         SystemGroup([3, 1], names=["left"])
@@ -123,3 +127,31 @@ def test_blocks_hold_their_weights(sizes, data):
     assert sum(p) == 1
     assert sum(p[:cut]) == (F(3, 4) if cut else 0)
     assert all(p[i] * sizes[j] == p[j] * sizes[i] for i in range(cut) for j in range(cut))
+
+
+def test_arrays_and_generators_are_lists_too():
+    assert system_probabilities(np.array([2, 1, 3])) == (F(1, 3), F(1, 6), F(1, 2))
+    assert SystemGroup(iter([2, 1]), sys_probs=(p for p in (0.5, 0.5))).exact == (F(1, 2), F(1, 2))
+    assert SystemGroup(np.array([2, 1]), sys_probs=np.array([0.25, -1])).exact == (F(1, 4), F(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SystemGroup([1, 2], sys_probs=5), "sys_probs must be a list, got 5"),
+        (lambda: SystemGroup([1, 2], sys_probs={0.5, 0.25}), "sys_probs must be a list"),
+        (lambda: SystemGroup([1, 2], sys_probs="ab"), "sys_probs must be a list, got 'ab'"),
+        (lambda: SystemGroup([1, 2], sys_probs=np.array(1.0)), "sys_probs must be a list"),
+        (lambda: SystemGroup([1, -2]), "batches of system 1 must be at least 0, got -2"),
+        (lambda: SystemGroup([1, lambda: -2]).num_steps, "callable of system 1 returns must be at least 0, got -2"),
+        (lambda: SystemGroup([1, lambda: 2.0]).num_steps, "callable of system 1 returns must be an int, got 2.0"),
+        (lambda: system_probabilities([3, -1]), r"sizes\[1\] must be at least 0, got -1"),
+        (lambda: system_probabilities(np.array([3.0, 1.0])), r"sizes\[0\] must be an int"),
+        (lambda: system_probabilities(None), "sizes must be a list, got None"),
+        (lambda: system_probabilities([1, 1], sys_probs=[10**400, 0]), r"sys_probs\[0\] must be at most 1.8e308"),
+        (lambda: system_probabilities([1, 1], "prob_sys_size;0:1" + "0" * 5000 + ":1"), "block 0 must read"),
+    ],
+)
+def test_hostile_groups_raise_with_their_name(make, message):
+    with pytest.raises(ParameterError, match=message):
+        make()

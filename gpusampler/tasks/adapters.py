@@ -11,6 +11,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,7 +75,11 @@ def _frame_lengths(array: Any, name: str) -> Lengths:
     values = np.asarray(array)
     if values.dtype.kind not in "iu":
         raise ParameterTypeError(f"{name} must hold integer lengths if it is 1-D, got dtype {values.dtype}")
-    return values.astype(np.int64, copy=False)
+    lengths = values.astype(np.int64, copy=False)
+    bad = np.flatnonzero(lengths < 0)  # also an unsigned length of 2**63 or more
+    if len(bad):
+        raise ParameterError(f"{name}[{bad[0]}] must be a length from 0 to 2**63 - 1, got {values[bad[0]]}")
+    return lengths
 
 
 def record_systems(
@@ -137,7 +142,7 @@ def make_source(
     Args:
         systems: What `array_systems` or `record_systems` found.
         make_sampler: Builds the batch sampler of one system from the lengths of its frames; called for systems with
-            frames.
+            frames, once, when their number of batches is first needed.
         prob: Probability of the source in its task.
         max_length: Longer frames are left out. A system that loses all keeps its position and has no batches.
         auto_prob: Choice of systems, as in `SystemGroup`.
@@ -145,7 +150,7 @@ def make_source(
         name: What errors and reports call the source.
 
     Raises:
-        ParameterError: A sampler or a probability cannot be had.
+        ParameterError: A value is out of range; on first use, a sampler or a probability cannot be had.
 
     Example:
         >>> from torch.utils.data import BatchSampler
@@ -156,14 +161,13 @@ def make_source(
     """
     if max_length is not None:
         check_int("max_length", max_length, minimum=1)
-    workloads: list[int | Sized] = []
+    workloads: list[int | Callable[[], Sized]] = []
+    names: list[str] = []
     legacy_size = 0
     for system in systems:
         kept = system.lengths if max_length is None else system.lengths[system.lengths <= max_length]
-        try:
-            workloads.append(make_sampler(kept) if len(kept) else 0)
-        except ParameterError as error:
-            raise ParameterError(f"system {system.name!r} with {len(kept)} frames: {error}") from error
+        workloads.append(partial(make_sampler, kept) if len(kept) else 0)
+        names.append(f"system {system.name!r} with {len(kept)} frames")
         legacy_size += len(kept) if system.is_records else min(len(kept), 1)
-    group = SystemGroup(workloads, auto_prob, sys_probs, names=[f"system {system.name!r}" for system in systems])
+    group = SystemGroup(workloads, auto_prob, sys_probs, names=names)
     return Source(group, prob, name=name, legacy_size=legacy_size)

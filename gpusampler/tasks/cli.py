@@ -11,9 +11,9 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpusampler.errors import ParameterError
+from gpusampler.errors import ParameterError, quote
 from gpusampler.tasks.config import schedule_from_config
 from gpusampler.tasks.expected import CONFIDENCE, ExpectedVisits, expected_visits
 from gpusampler.tasks.schedule import TaskSchedule
@@ -42,15 +42,37 @@ def register(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 0, or 2 with one line on stderr if the configuration cannot be honoured."""
     try:
-        config = json.loads(arguments.config.read_text(encoding="utf-8"))
+        config = _read(arguments.config)
         schedule = schedule_from_config(config, arguments.config.parent)
+        if None not in (arguments.num_steps, schedule.num_steps):
+            raise ParameterError(
+                f"--num-steps {quote(arguments.num_steps)} is for configurations without a budget; "
+                f"this one has {schedule.num_steps} steps"
+            )
         rows = expected_visits(schedule, arguments.num_steps)
-    except (OSError, json.JSONDecodeError, ParameterError) as error:
+    except (OSError, ParameterError) as error:
         print(f"gpusampler tasks: {arguments.config}: {error}", file=sys.stderr)
         return 2
     steps = schedule.num_steps if arguments.num_steps is None else arguments.num_steps
     print(_as_json(schedule, steps, rows) if arguments.json else _as_text(schedule, steps, rows))
     return 0
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an int of too many digits, nested too deep
+        raise ParameterError(str(error)) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without repeated names, of which JSON readers silently keep the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ParameterError(f"{name!r} occurs twice in one object")
+        found[name] = value
+    return found
 
 
 def _as_json(schedule: TaskSchedule, steps: int | None, rows: list[ExpectedVisits]) -> str:

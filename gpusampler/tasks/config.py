@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gpusampler.errors import ParameterError, ParameterTypeError, quote
+from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 from gpusampler.tasks.adapters import Lengths, MakeSampler, System, array_systems, make_source, record_systems
 from gpusampler.tasks.policies import resolve_task_schedule
 from gpusampler.tasks.schedule import TaskSchedule
@@ -53,8 +53,10 @@ def schedule_from_config(config: Mapping[str, Any], folder: str | Path = ".") ->
     tasks = config.get("tasks")
     if not isinstance(tasks, Mapping):
         raise ParameterTypeError(f"tasks must map names to tasks, got {quote(tasks)}")
+    exclude = config.get("exclude", ())
+    left_out = exclude if isinstance(exclude, list) else ()  # not read: what makes them unusable does not matter
     return resolve_task_schedule(
-        [_task(name, task, Path(folder)) for name, task in tasks.items()],
+        [Task(name, []) if name in left_out else _task(name, task, Path(folder)) for name, task in tasks.items()],
         policy=config.get("policy"),
         num_steps=config.get("num_steps"),
         model_prob=config.get("model_prob"),
@@ -62,7 +64,7 @@ def schedule_from_config(config: Mapping[str, Any], folder: str | Path = ".") ->
         seed=config.get("seed", 0),
         draw=config.get("draw", "iid"),
         policy_version=config.get("policy_version"),
-        exclude=config.get("exclude", ()),
+        exclude=exclude,
         process_group=None,
     )
 
@@ -100,6 +102,7 @@ def _source(what: str, source: Any, folder: Path) -> Source:
 
 def _counted(source: Mapping[str, Any], folder: Path) -> Source:
     _check_keys("a source with batches", source, ("batches", "prob", "name", "legacy_size"))
+    check_int("batches", source["batches"], minimum=0)
     return Source(**source)
 
 
@@ -107,6 +110,8 @@ def _grouped(source: Mapping[str, Any], folder: Path) -> Source:
     _check_keys("a source with systems", source, ("systems", "prob", "name", "auto_prob", "sys_probs", "legacy_size"))
     if not isinstance(source["systems"], list):
         raise ParameterTypeError(f"systems must be a list of ints, got {quote(source['systems'])}")
+    for index, batches in enumerate(source["systems"]):
+        check_int(f"systems[{index}]", batches, minimum=0)
     group = SystemGroup(source["systems"], source.get("auto_prob", "prob_sys_size"), source.get("sys_probs"))
     return Source(group, source.get("prob"), name=source.get("name"), legacy_size=source.get("legacy_size"))
 

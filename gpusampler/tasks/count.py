@@ -8,10 +8,11 @@ short last window is still a step.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Set, Sized
 from typing import Any, TypeAlias
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
+from gpusampler.tasks.exact import MAX_STEPS
 
 Batches: TypeAlias = "int | Sized | Callable[[], Any]"
 
@@ -36,8 +37,8 @@ def check_batches(batches: Any, name: str) -> None:
         ParameterError: A count is negative, or the type is none of these.
     """
     if isinstance(batches, numbers.Integral):
-        check_int(f"batches of {name}", batches, minimum=0)
-    elif isinstance(batches, (str, bytes)) or not (isinstance(batches, Sized) or callable(batches)):
+        check_int(f"batches of {name}", batches, minimum=0, maximum=MAX_STEPS)
+    elif isinstance(batches, (str, bytes, Mapping, Set)) or not (isinstance(batches, Sized) or callable(batches)):
         raise ParameterTypeError(
             f"batches of {name} must be an int, a sampler with a length, or a callable that returns one, "
             f"got {quote(batches)} of type {type(batches).__name__}"
@@ -56,9 +57,15 @@ def resolve_batches(batches: Batches, name: str) -> int | Sized:
     """
     check_batches(batches, name)
     if callable(batches) and not isinstance(batches, Sized):
-        batches = batches()
+        try:
+            batches = batches()
+        except ParameterError as error:
+            raise type(error)(f"{name}: {error}") from error
+        except Exception as error:
+            raise ParameterError(f"the callable of {name} raised {type(error).__name__}: {error}") from error
         if not isinstance(batches, Sized):
-            return check_int(f"batches that the callable of {name} returns", batches, minimum=0)
+            what = f"batches that the callable of {name} returns"
+            return check_int(what, batches, minimum=0, maximum=MAX_STEPS)
         check_batches(batches, name)
     return int(batches) if isinstance(batches, numbers.Integral) else batches
 
@@ -84,6 +91,8 @@ def count_steps(batches: Batches, name: str, grad_accum: int | None = None) -> i
         return workload
     try:
         length = len(workload)
-    except (TypeError, NotImplementedError) as error:
+    except ParameterError:
+        raise
+    except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
         raise ParameterError(f"batches of {name} have no length ({error}): give their number as an int") from error
     return -(-length // (accumulation(workload) if grad_accum is None else grad_accum))

@@ -1,22 +1,48 @@
 """Exact probabilities: shares, nominal epochs and integer thresholds, without a float in any decision.
 
-A probability enters as the exact value of the float that was given and stays a `Fraction`, so that every rank, platform
-and library version finds the same epoch lengths and the same draws. Rounding up allows one part in 10**12, so that
-`3 / 0.3` is 10 although 0.3 is not a binary fraction. All of it is O(number of entries) in Python integers.
+A probability enters as the exact value of the float that was given (of a numpy float32 or float16, its shortest
+decimal) and stays a `Fraction`, so that every rank, platform and library version finds the same epoch lengths and the
+same draws. Rounding up allows one part in 10**12, so that `3 / 0.3` is 10 although 0.3 is not a binary fraction. All of
+it is O(number of entries) in Python integers.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
-from gpusampler.errors import ParameterError
+import numpy as np
+
+from gpusampler.errors import ParameterError, check_float
 
 # Rounding of probabilities that were computed or typed in float64 (2**-53 each, a few of them) is far below this.
 ROUNDING = Fraction(1, 10**12)
 # The slack that deepmd-kit's users have for a list of probabilities that should sum to one.
 SUM_SLACK = Fraction(1, 10**8)
+# Steps and batches are at most this: reports show them as floats.
+MAX_STEPS = 2**63 - 1
+_LARGEST_FLOAT = Fraction(sys.float_info.max)
+
+
+def exact_float(name: str, value: Any, minimum: float | None = None) -> Fraction:
+    """A finite number as a `Fraction`; a float32 or float16 is the shortest decimal that rounds to it.
+
+    Raises:
+        ParameterError: It is no number, or out of range.
+
+    Example:
+        >>> exact_float("prob", np.float32(0.1)) == Fraction(0.1)
+        True
+    """
+    number = check_float(name, value, minimum)
+    return Fraction(float(str(value)) if isinstance(value, (np.float32, np.float16)) else number)
+
+
+def _shown(value: Fraction) -> float:
+    return float(min(value, _LARGEST_FLOAT))
 
 
 def round_up(value: Fraction) -> int:
@@ -63,13 +89,13 @@ def share_rest(given: Sequence[Fraction | None], sizes: Sequence[int], what: str
     open_size = sum(size for p, size in zip(given, sizes, strict=True) if p is None)
     rest = 1 - assigned
     if rest < -SUM_SLACK:
-        raise ParameterError(f"{what} must sum to at most 1, got {float(assigned)}")
+        raise ParameterError(f"{what} must sum to at most 1, got {_shown(assigned)}")
     if rest <= SUM_SLACK:
         rest = Fraction(0)
     if rest > 0 and open_size == 0:
         raise ParameterError(f"{what}: the entries that share the remaining {float(rest)} have no batches")
     if rest == 0 and open_size > 0:
-        raise ParameterError(f"{what}: the given entries sum to {float(assigned)} and leave nothing for the others")
+        raise ParameterError(f"{what}: the given entries sum to {_shown(assigned)} and leave nothing for the others")
     shares = [p if p is not None else rest * size / max(open_size, 1) for p, size in zip(given, sizes, strict=True)]
     return normalise(shares, what)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from gpusampler.errors import ParameterError, check_int
+from gpusampler.tasks.exact import MAX_STEPS
 from gpusampler.tasks.schedule import TaskSchedule
 
 # A task's visits stray by more in at most one run in a thousand.
@@ -68,7 +69,7 @@ def expected_visits(schedule: TaskSchedule, num_steps: int | None = None) -> lis
     Raises:
         ParameterError: Neither says how many steps.
     """
-    steps = schedule.num_steps if num_steps is None else check_int("num_steps", num_steps, minimum=1)
+    steps = schedule.num_steps if num_steps is None else check_int("num_steps", num_steps, 1, MAX_STEPS)
     if steps is None:
         raise ParameterError("num_steps must be given: the schedule has no budget of its own")
     rows = []

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from gpusampler.errors import ParameterError, ParameterTypeError, check_choice, check_float, check_int, quote
+from gpusampler.errors import ParameterError, ParameterTypeError, check_choice, check_int, quote
 from gpusampler.tasks.agree import ProcessGroup, agreed
 from gpusampler.tasks.draws import DRAWS
-from gpusampler.tasks.exact import as_floats, normalise, round_up
+from gpusampler.tasks.exact import MAX_STEPS, as_floats, exact_float, normalise, round_up
 from gpusampler.tasks.schedule import TaskSchedule
 from gpusampler.tasks.source import Task
 
@@ -72,7 +72,7 @@ def resolve_task_schedule(
     """
 
     def resolve() -> TaskSchedule:
-        if policy_version not in (None, POLICY_VERSION):
+        if policy_version is not None and check_int("policy_version", policy_version) != POLICY_VERSION:
             raise ParameterError(
                 f"policy_version must be {POLICY_VERSION}, which this release knows, got {policy_version!r}"
             )
@@ -88,6 +88,8 @@ def resolve_task_schedule(
 def _check_tasks(tasks: Iterable[Task] | Task) -> list[Task]:
     if isinstance(tasks, Task):
         tasks = [tasks]
+    if not isinstance(tasks, Iterable):
+        raise ParameterTypeError(f"tasks must be a list of Task, got {quote(tasks)}")
     listed = list(tasks)
     names: dict[str, int] = {}
     for index, task in enumerate(listed):
@@ -105,6 +107,9 @@ def _exclude(tasks: list[Task], exclude: Collection[str] | str) -> tuple[list[Ta
     elif isinstance(exclude, str) or not isinstance(exclude, Collection):
         raise ParameterError(f'exclude must be a list of task names or "empty", got {quote(exclude)}')
     else:
+        for index, name in enumerate(exclude):
+            if not isinstance(name, str):
+                raise ParameterTypeError(f"exclude[{index}] must be the name of a task, got {quote(name)}")
         left_out = set(exclude)
         unknown = left_out - {task.name for task in tasks}
         if unknown:
@@ -129,6 +134,9 @@ def _weights(
     if weighted:
         if model_prob is not None or num_epoch_dict is not None:
             raise ParameterError(f"weight (of tasks {weighted}) excludes model_prob and num_epoch_dict")
+        if len(weighted) < len(tasks):
+            without = [task.name for task in tasks if task.weight is None]
+            raise ParameterError(f"weight must be given for every task or for none: {weighted} have one, {without} not")
         model_prob = {task.name: task.weight for task in tasks if task.weight is not None}
     if num_epoch_dict is not None:
         for name, value in (("num_steps", num_steps), ("model_prob", model_prob)):
@@ -156,7 +164,8 @@ def _values(what: str, values: Mapping[str, float], tasks: list[Task], excluded:
     missing = [name for name in names if name not in values]
     if unknown or missing:
         raise ParameterError(f"{what} must name every task: unknown {unknown}, missing {missing}; tasks are {names}")
-    return [Fraction(check_float(f"{what}[{name!r}]", values[name], minimum=0.0)) for name in names]
+    exact = {name: exact_float(f"{what}[{name!r}]", value, minimum=0.0) for name, value in values.items()}
+    return [exact[name] for name in names]
 
 
 def _schedule(
@@ -174,7 +183,7 @@ def _schedule(
         lengths[task.name] = 0 if never_drawn and task.is_empty else task.epoch_length
     if policy == "num_epoch_dict":
         weights = [epochs * lengths[task.name] for task, epochs in zip(tasks, weights, strict=True)]
-        num_steps = round_up(sum(weights, Fraction(0)))
+        num_steps = check_int("steps of num_epoch_dict", round_up(sum(weights, Fraction(0))), maximum=MAX_STEPS)
     exact = normalise(weights, "model_prob" if policy == "model_prob" else f"{policy} weights of the tasks")
     is_kept = policy == "model_prob" and abs(1 - sum(weights, Fraction(0))) <= _FLOAT_SLACK
     floats = as_floats(weights if is_kept else exact)
@@ -186,7 +195,7 @@ def _schedule(
         epoch_lengths=lengths,
         probabilities=dict(zip(names, floats, strict=True)),
         exact=dict(zip(names, exact, strict=True)),
-        num_steps=None if num_steps is None else check_int("num_steps", num_steps, minimum=1),
+        num_steps=None if num_steps is None else check_int("num_steps", num_steps, minimum=1, maximum=MAX_STEPS),
         draw=check_choice("draw", draw, DRAWS),
         seed=seed,
         excluded=excluded,

@@ -14,6 +14,7 @@ from typing import Any
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 from gpusampler.handout import Consumer, Handout
 from gpusampler.tasks.agree import ProcessGroup, agreed
+from gpusampler.tasks.place import check_place
 from gpusampler.tasks.reader import SamplerReader
 from gpusampler.tasks.schedule import Drawn, TaskSchedule
 from gpusampler.tasks.systems import SystemGroup
@@ -173,6 +174,7 @@ class MultiTaskBatchSampler:
             "format": STATE_FORMAT,
             **self.schedule.table(),
             "num_steps": self.num_steps,
+            "epoch": self.epoch,
             "step": step,
             "micro_batch": micro_batch,
             "draw_counts": self.schedule.draws.counts(step),
@@ -184,10 +186,12 @@ class MultiTaskBatchSampler:
         """Continue where `state` was taken, with the samplers of a schedule that draws the same.
 
         The step budget may differ: a longer run continues a shorter one. Ranks and accumulation may differ between two
-        steps, if the samplers keep their steps.
+        steps, if the samplers keep their steps. A state taken after the last item of a pass ends that pass: the next
+        iteration yields nothing, and the one after it, or after `set_epoch`, is a whole pass.
 
         Raises:
-            ParameterError: The state is of another format, policy, version, seed or table; the message names the field.
+            ParameterError: The state is of another format, policy, version, seed or table, or its place is none of this
+                schedule; the message names the field.
         """
         if not isinstance(state, Mapping):
             raise ParameterTypeError(f"state must be a mapping from state_dict, got {quote(state)}")
@@ -197,10 +201,7 @@ class MultiTaskBatchSampler:
                 raise ParameterError(
                     f"state has {field} {quote(state.get(field), 400)}, this schedule has {quote(value, 400)}"
                 )
-        labels = sorted(reader.label for reader in self._readers.values())
-        if sorted(state["read"]) != labels:
-            raise ParameterError(f"state has samplers {sorted(state['read'])}, this schedule has {labels}")
-        step, micro_batch = state["step"], state["micro_batch"]
+        step, micro_batch, pass_ended = check_place(state, {reader.label for reader in self._readers.values()})
         grad_accum = self._readers[self.schedule.draw_at(step)].grad_accum
         if micro_batch >= grad_accum:
             raise ParameterError(
@@ -211,7 +212,7 @@ class MultiTaskBatchSampler:
             read = state["read"][reader.label] * reader.grad_accum + self._partial(drawn, step, micro_batch)
             reader.seek(read, state["samplers"][reader.label])
         self._step, self._micro_batch = step, micro_batch
-        self.epoch = step // self.num_steps
+        self.epoch = step // self.num_steps - (pass_ended and step % self.num_steps == 0)
         self._resumed = True
         self._handout = None
 
@@ -252,14 +253,20 @@ def _readers(schedule: TaskSchedule) -> dict[Drawn, SamplerReader]:
             continue
         for s, (source, p) in enumerate(zip(task.sources, task.probabilities, strict=True)):
             group = source.workload
-            leaves: list[tuple[int | None, Any]] = [(None, group)]
+            leaves: list[tuple[int | None, Any, int]] = [(None, group, source.num_steps)]
             grad_accum = source.grad_accum
             if isinstance(group, SystemGroup):
                 grad_accum = group.grad_accum_of_systems
-                leaves = [(i, system) for i, system in enumerate(group.workloads) if group.exact[i]]
-            for system, sampler in leaves if p else []:
+                systems = zip(group.workloads, group.sizes, strict=True)
+                leaves = [(i, system, size) for i, (system, size) in enumerate(systems) if group.exact[i]]
+            for system, sampler, counted in leaves if p else []:
                 label = f"{task.name}/{s}" if system is None else f"{task.name}/{s}/{system}"
-                readers[Drawn(t, s, system)] = SamplerReader(sampler, label, grad_accum)
+                reader = readers[Drawn(t, s, system)] = SamplerReader(sampler, label, grad_accum)
+                if reader.length != counted * reader.grad_accum:
+                    raise ParameterError(
+                        f"{label} has {reader.length} micro-batches, and had {counted} steps of {reader.grad_accum} "
+                        "when the schedule counted them"
+                    )
                 owner = owners.setdefault(id(sampler), label)
                 if owner != label:
                     raise ParameterError(f"{owner} and {label} share one sampler: each needs its own epochs")

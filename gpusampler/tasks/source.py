@@ -13,10 +13,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from gpusampler.errors import ParameterError, ParameterTypeError, check_float, check_int, quote
+from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 from gpusampler.tasks.count import Batches, check_batches, count_steps, resolve_batches
 from gpusampler.tasks.draws import IndependentDraws, check_step, mix, name_key
-from gpusampler.tasks.exact import nominal_epoch, share_rest
+from gpusampler.tasks.exact import exact_float, nominal_epoch, share_rest
 from gpusampler.tasks.systems import SystemGroup
 
 _SOURCE_LEVEL = 2
@@ -56,10 +56,13 @@ class Source:
         grad_accum: int | None = None,
         legacy_size: int | None = None,
     ) -> None:
+        if name is not None and not isinstance(name, str):
+            raise ParameterTypeError(f"name of a source must be a string, got {quote(name)}")
         self.name = name
         check_batches(batches, self._label)
         self.batches = batches
-        self.prob = None if prob is None else check_float("prob", prob, minimum=0.0)
+        self.exact_prob = None if prob is None else exact_float("prob", prob, minimum=0.0)
+        self.prob = None if self.exact_prob is None else float(self.exact_prob)
         self.grad_accum = None if grad_accum is None else check_int("grad_accum", grad_accum, minimum=1)
         self._check_grad_accum(batches)
         self._legacy_size = None if legacy_size is None else check_int("legacy_size", legacy_size, minimum=0)
@@ -84,6 +87,8 @@ class Source:
     @cached_property
     def num_steps(self) -> int:
         """Optimizer steps of one pass, counted once."""
+        if isinstance(self.workload, SystemGroup):
+            return self.workload.num_steps
         return count_steps(self.workload, self._label, self.grad_accum)
 
     @cached_property
@@ -125,13 +130,16 @@ class Task:
     def __init__(self, name: str, sources: Iterable[Source | Batches] | Source, *, weight: float | None = None) -> None:
         if not isinstance(name, str) or not name:
             raise ParameterTypeError(f"name of a task must be a non-empty string, got {quote(name)}")
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise ParameterError(f"name of a task must be text that UTF-8 can hold, got {quote(name)}")
         if isinstance(sources, Source):
             sources = [sources]
         if isinstance(sources, str) or not isinstance(sources, Iterable):
             raise ParameterTypeError(f"sources of task {name!r} must be a list of Source, got {quote(sources)}")
         self.name = name
         self.sources = tuple(source if isinstance(source, Source) else Source(source) for source in sources)
-        self.weight = None if weight is None else check_float(f"weight of task {name!r}", weight, minimum=0.0)
+        weighed = None if weight is None else exact_float(f"weight of task {name!r}", weight, minimum=0.0)
+        self.weight = None if weighed is None else float(weighed)
         self._draws: tuple[int, IndependentDraws] | None = None
 
     def _naming(self, index: int) -> str:
@@ -165,7 +173,7 @@ class Task:
         if self.is_empty:
             counts = [f"{self._naming(i)}: prob {s.prob}, 0 batches" for i, s in enumerate(self.sources)]
             raise EmptyTaskError(f"task {self.name!r} has no batches to draw ({'; '.join(counts) or 'no sources'})")
-        given = [None if source.prob is None else Fraction(source.prob) for source in self.sources]
+        given = [source.exact_prob for source in self.sources]
         return share_rest(given, self.source_sizes, f"prob of the sources of task {self.name!r}")
 
     @cached_property
