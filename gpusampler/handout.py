@@ -189,6 +189,25 @@ def _wrappers(owner: object, sampler: object) -> list[Any]:
     return []
 
 
+def refuse_dealing(stream: object) -> None:
+    """Find out whether accelerate loads a stream in one process for all of them; to be called from its `__iter__`.
+
+    Raises:
+        ParameterError: it does, as it does with iterable datasets by default: the other processes would be waited for.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_MAX_FRAMES):
+        owner = frame.f_locals.get("self")
+        if "slice_fn" in getattr(owner, "__dict__", {}) and owner.dataset is stream and owner.state.num_processes > 1:
+            raise ParameterError(
+                "the stream yields the micro-batches of this rank already, and accelerate would load those of one "
+                f"process for all {owner.state.num_processes} processes: do not prepare its loader"
+            )
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+
+
 def _refuse_dispatch(loader: Any) -> None:
     if hasattr(loader, "slice_fn"):
         raise ParameterError(

@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gpusampler.cost import CostModel
 from gpusampler.errors import ParameterError, ParameterTypeError, check_bool, check_int, quote
 from gpusampler.group import PlanGroup
+from gpusampler.handout import refuse_dealing
 from gpusampler.plan import Partition
 from gpusampler.stream_buffer import Buffer, Item
 from gpusampler.stream_peers import Peers
@@ -130,6 +131,7 @@ class BalancedStream(IterableDataset[list[Any]]):
                 "BalancedStream must be iterated in the training process, not in a DataLoader worker: put the loader "
                 "inside, BalancedStream(DataLoader(source, batch_size=None, num_workers=...), ...)"
             )
+        refuse_dealing(self)
         if not self._loaded:
             self._step, self._slot, self._steps, self._filler = None, 0, 0, []
             self._buffer.restart()

@@ -138,6 +138,7 @@ def test_what_cannot_be_honoured_is_named(ranks: list[dict]):
         assert "is 1 and grad_accum of the sampler is 2" in rank["refused"]["gradient_accumulation_steps"]
         for name in ("dp_size", "dp_size plain"):
             assert "dp_size of the sampler is 1, but accelerate runs 2 processes" in rank["refused"][name]
+        assert rank["refused"]["stream"].endswith("for all 2 processes: do not prepare its loader")
         assert rank["refused"]["objects"].startswith("objects must hold a DataLoader")
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from gpusampler import GPUBatchRebalanceSampler, microbatch_weight
 from gpusampler.integrations.accelerate import prepare
+from gpusampler.streaming import BalancedStream
 
 
 def make(accelerator, lengths=LENGTHS, batch=8, slots=2, plain=False, **loader):
@@ -204,6 +205,9 @@ def refused():
     found["dp_size plain"] = caught(lambda: accelerator.prepare(loader))
     around = accelerator.skip_first_batches(DataLoader(Rows(), batch_sampler=GPUBatchRebalanceSampler(LENGTHS, 8)), 1)
     found["shard"] = caught(lambda: list(accelerator.prepare(around)))
+    stream = BalancedStream([Rows()[i] for i in range(48)], 8, sharded=False)
+    streaming = accelerator.prepare(DataLoader(stream, batch_size=None, collate_fn=collate))
+    found["stream"] = caught(lambda: list(streaming))
     found["objects"] = caught(lambda: prepare(accelerator, DataLoader(Rows())))
     return found
 
