@@ -197,7 +197,7 @@ def refuse_dealing(stream: object) -> None:
     """
     frame = sys._getframe(2)
     for _ in range(_MAX_FRAMES):
-        owner = frame.f_locals.get("self")
+        owner: Any = frame.f_locals.get("self")
         if "slice_fn" in getattr(owner, "__dict__", {}) and owner.dataset is stream and owner.state.num_processes > 1:
             raise ParameterError(
                 "the stream yields the micro-batches of this rank already, and accelerate would load those of one "
