@@ -7,11 +7,12 @@ loader = DataLoader(dataset, batch_sampler=sampler)
 """
 
 from gpusampler._version import __version__
+from gpusampler.batch_plan import BatchPlan
 from gpusampler.cost import CostModel
 from gpusampler.errors import DistributedError, NotAvailableError, ParameterError
 from gpusampler.group import PlanGroup, from_device_mesh
 from gpusampler.lengths_from import lengths_from
-from gpusampler.plan import BatchPlan, plan_batches
+from gpusampler.plan import plan_batches
 from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.stats import PlanStats
 from gpusampler.streaming import BalancedStream

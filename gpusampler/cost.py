@@ -222,13 +222,23 @@ class CostModel:
         if self.cost_fn is None:
             wide = lengths.to(torch.float64)
             return wide + self.alpha * wide * wide
+        costs = self.unchecked(lengths)
+        _check_costs(lengths.reshape(-1), costs.reshape(-1))
+        return costs
+
+    def unchecked(self, lengths: torch.Tensor) -> torch.Tensor:
+        """What `cost_fn` returns, as float64 [like `lengths`], without looking at the values, which waits for a GPU.
+
+        Raises:
+            ParameterError: `cost_fn` returned something else than a tensor of the shape of `lengths`.
+        """
+        if self.cost_fn is None:
+            return self(lengths)
         costs = self.cost_fn(lengths.detach().to(torch.int64, copy=True))
         if not isinstance(costs, torch.Tensor) or costs.shape != lengths.shape:
             what = f"shape {tuple(costs.shape)}" if isinstance(costs, torch.Tensor) else type(costs).__name__
             raise ParameterError(f"cost_fn must return a tensor of shape {tuple(lengths.shape)}, got {what}")
-        costs = costs.detach().to(device=lengths.device, dtype=torch.float64)
-        _check_costs(lengths.reshape(-1), costs.reshape(-1))
-        return costs
+        return costs.detach().to(device=lengths.device, dtype=torch.float64)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields; a `cost_fn` that cannot be pickled is named."""

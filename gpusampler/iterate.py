@@ -23,7 +23,7 @@ from gpusampler import state as states
 from gpusampler.compose import Composition
 from gpusampler.errors import check_int
 from gpusampler.handout import Handout
-from gpusampler.pipeline import Chunk, PlanAhead, Source
+from gpusampler.pipeline import Chunk, Source
 from gpusampler.shared import SharedPlans
 
 if TYPE_CHECKING:
@@ -189,34 +189,30 @@ class MicroBatches(Iterator[list[int]]):
         spans = Spans.cut(step, sampler.composition, sampler.plan_ahead)
         self._process = os.getpid()
         partition = self._handout.partition = sampler.partition  # which may be replaced between two steps
-        planner = PlanAhead(
-            iter(spans),
-            lambda start, count: sampler._plan_chunk(epoch, start, count, partition),
-            sampler._stats,
-            _DEPTH,
-        )
         sampler._begin(self._handout)
         sampler._stats.iterations += 1
         agreement = sampler._agree()
         if agreement is None:
-            self._source = planner
+            self._source = sampler._plan_ahead(epoch, iter(spans), partition, _DEPTH)
         else:
-            self._source, self._lead = self._share(agreement, planner, spans, partition)
+            self._source, self._lead = self._share(agreement, spans, partition)
 
-    def _share(
-        self, agreement: Agreement, planner: PlanAhead, spans: Spans, partition: Partition
-    ) -> tuple[Source, int]:
+    def _share(self, agreement: Agreement, spans: Spans, partition: Partition) -> tuple[Source, int]:
         sampler, position = self._sampler, self._handout.handed
+        planner, problem = None, sampler._cap_error(self._epoch)
+        if agreement.is_root and problem is None:
+            try:
+                planner = sampler._plan_ahead(self._epoch, iter(spans), partition, _DEPTH)
+            except Exception as error:
+                problem = error
         ahead = sampler.process_group.loader_ahead
         fields = states.fingerprint(sampler.composition, partition, sampler.lengths)
         fields |= {"plan_ahead": sampler.plan_ahead, "epoch": self._epoch, "position": position}
-        lead = agreement.begin(
-            fields, sampler.rank, self._handout.ahead if ahead is None else ahead, sampler._cap_error(self._epoch)
-        )
+        lead = agreement.begin(fields, sampler.rank, self._handout.ahead if ahead is None else ahead, problem)
         dtype = torch.int32 if sampler.composition.num_samples <= _INT32_MAX else torch.int64
         source = SharedPlans(
             agreement.channel(spans.message_size(dtype), dtype, slots=_DEPTH + 2),
-            planner if agreement.is_root else None,
+            planner,
             epoch=self._epoch,
             step=position // sampler.grad_accum,
             chunks=len(spans),

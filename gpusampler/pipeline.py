@@ -34,6 +34,18 @@ class Chunk(NamedTuple):
     ends: Integers
 
 
+class Pending(Protocol):
+    """A chunk in the making."""
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self, timeout: float | None = None) -> Chunk:
+        """Wait for the chunk; TimeoutError after `timeout` seconds."""
+        ...
+
+
 class Source(Protocol):
     """Where an iteration gets its chunks from, in order.
 
@@ -85,7 +97,7 @@ class PlanAhead:
         self._plan = plan
         self._stats = PlanStats() if stats is None else stats
         self._depth = depth
-        self._pending: deque[futures.Future[Chunk]] = deque()
+        self._pending: deque[Pending] = deque()
         self._executor: futures.ThreadPoolExecutor | None = None
 
     def __iter__(self) -> PlanAhead:
@@ -102,7 +114,7 @@ class PlanAhead:
             else:
                 start = next(self._starts)
                 self.waited = True
-                chunk = self._timed_plan(*start)
+                chunk = self._plan_now(*start)
         except BaseException:
             self.close()
             raise
@@ -110,23 +122,24 @@ class PlanAhead:
         return chunk
 
     def poll(self, patience: float) -> Chunk | None:
-        """Return the next chunk, always from the thread, or None if it is not ready within `patience` seconds.
+        """Return the next chunk, never planned here, or None if it is not ready within `patience` seconds.
 
         Later chunks are set going by `fill`, when the caller has time for it.
         """
         self._submit(1)
         future = self._pending[0]
         self.waited = not future.done()
-        if self.waited and patience:
-            futures.wait([future], timeout=patience)
-        if not future.done():
+        if self.waited and not patience:
             return None
-        self._pending.popleft()
         try:
-            return future.result()
-        except BaseException:
+            chunk = future.result(patience)
+        except BaseException as error:
+            if isinstance(error, (TimeoutError, futures.TimeoutError)) and not future.done():
+                return None
             self.close()
             raise
+        self._pending.popleft()
+        return chunk
 
     def fill(self) -> None:
         """Set later chunks going; `next` has done so itself."""
@@ -150,11 +163,19 @@ class PlanAhead:
             start = next(self._starts, None)
             if start is None:
                 break
-            if self._executor is None:
-                self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpusampler-plan")
-            self._pending.append(self._executor.submit(self._timed_plan, *start))
+            self._pending.append(self._begin(*start))
         if not self._pending:
             self.close()
+
+    def _begin(self, start: int, count: int) -> Pending:
+        """Set a chunk going."""
+        if self._executor is None:
+            self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpusampler-plan")
+        return self._executor.submit(self._timed_plan, start, count)
+
+    def _plan_now(self, start: int, count: int) -> Chunk:
+        """Make a chunk that is waited for."""
+        return self._timed_plan(start, count)
 
     def _timed_plan(self, start: int, count: int) -> Chunk:
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Plans: which samples of a global batch each rank runs in each accumulation slot, and what that costs.
+"""Planning rows of lengths: which samples of a global batch each rank runs in each accumulation slot.
 
-`plan_batches` plans rows of lengths; `Partition` is everything a plan depends on besides them. The algorithm is
-`kernels.spec`: integer costs, so that the same inputs give the same plan everywhere.
+`plan_batches` plans rows; `Partition` is everything a plan depends on besides them. The algorithm is `kernels.spec`:
+integer costs, so that the same inputs give the same plan everywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpusampler.batch_plan import BatchPlan
 from gpusampler.cost import CostModel, alpha_table
 from gpusampler.errors import (
     NotAvailableError,
@@ -25,72 +26,11 @@ from gpusampler.errors import (
 )
 from gpusampler.kernels import spec
 from gpusampler.kernels.checks import MAX_LENGTH
+from gpusampler.plan_kernels import check_engine, plan_on_device
 
 LAYOUTS = ("padded", "packed")
 SYNCS = ("microbatch", "step")
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Plans of W global batches of B samples for D ranks and G slots; K = D * G groups each.
-
-    Attributes:
-        order: int32 [W, B], positions within the row, group by group; longest first within a group.
-        offsets: int32 [W, K + 1]; group `k = slot * D + rank` of row w is `order[w, offsets[w, k]:offsets[w, k + 1]]`.
-        costs: float64 [W, G, D], cost of each micro-batch, in the unit of the cost model.
-        tokens: int64 [W, G, D], samples times longest sample of each micro-batch.
-        lower_bound: float64 [W], no plan has a smaller step cost, whatever its grouping.
-        step_cost: float64 [W], sum over slots of the largest cost over ranks (`sync="microbatch"`), or largest over
-            ranks of the sum over slots (`sync="step"`).
-
-    Example:
-        >>> plan = plan_batches(torch.tensor([[8, 1, 2, 7, 1, 1]]), dp_size=2, cost=CostModel(alpha=0.0))
-        >>> plan.microbatch(0, slot=0, rank=0).tolist(), plan.microbatch(0, slot=0, rank=1).tolist()
-        ([0, 3], [2, 1, 4, 5])
-        >>> plan.costs.tolist()
-        [[[16.0, 8.0]]]
-    """
-
-    order: torch.Tensor
-    offsets: torch.Tensor
-    costs: torch.Tensor
-    tokens: torch.Tensor
-    lower_bound: torch.Tensor
-    step_cost: torch.Tensor
-
-    @property
-    def grad_accum(self) -> int:
-        """Slots, G."""
-        return self.costs.shape[1]
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks, D."""
-        return self.costs.shape[2]
-
-    def __len__(self) -> int:
-        """Return the number of rows, W."""
-        return self.order.shape[0]
-
-    def microbatch(self, w: int, slot: int, rank: int) -> torch.Tensor:
-        """Positions within row `w` that `rank` runs in `slot`.
-
-        Args:
-            w: row, 0 to W - 1.
-            slot: accumulation slot, 0 to G - 1.
-            rank: data-parallel rank, 0 to D - 1.
-
-        Returns:
-            int32 tensor, at least one position, longest sample first.
-
-        Raises:
-            ParameterError: an index out of range.
-        """
-        w = check_int("w", w, minimum=0, maximum=len(self) - 1)
-        slot = check_int("slot", slot, minimum=0, maximum=self.grad_accum - 1)
-        rank = check_int("rank", rank, minimum=0, maximum=self.dp_size - 1)
-        group = slot * self.dp_size + rank
-        return self.order[w, int(self.offsets[w, group]) : int(self.offsets[w, group + 1])]
+ENGINES = ("cpu", "triton")
 
 
 @dataclass(frozen=True)
@@ -131,6 +71,16 @@ class Partition:
         """Groups of a step, K."""
         return self.dp_size * self.grad_accum
 
+    @property
+    def cap(self) -> int:
+        """`max_tokens` as the planner takes it, 0 for none."""
+        return min(self.max_tokens or 0, 1 << 62)
+
+    @property
+    def longest_allowed(self) -> int:
+        """Longest sample that does not exceed `max_tokens` on its own."""
+        return min(MAX_LENGTH, self.max_tokens or MAX_LENGTH)
+
     @cached_property
     def _alphas(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return alpha_table(self.cost.alpha)
@@ -144,7 +94,7 @@ class Partition:
         if self.cost.cost_fn is not None:
             return
         shift = spec.shift_for_lengths(longest, size, self._alphas)
-        if shift < 0 or (shift < spec.MAX_SHIFT and self.cost.alpha > 0 and self._alphas[shift] < 16):
+        if shift < 0 or (shift < spec.MAX_SHIFT and self.cost.alpha > 0 and self._alphas[shift] < spec.MIN_ALPHA_UNITS):
             raise ParameterError(
                 f"lengths up to {longest} in batches of {size} with alpha {self.cost.alpha} exceed the integer "
                 "range of the planner; measure lengths in a coarser unit, alpha in its inverse"
@@ -180,7 +130,7 @@ class Partition:
             self._alphas,
             self.dp_size,
             self.grad_accum,
-            min(self.max_tokens or 0, 1 << 62),
+            self.cap,
             self.sync == "step",
             order,
             offsets,
@@ -189,13 +139,44 @@ class Partition:
             bounds,
             status,
         )
+        self.raise_for(status, where)
+        costs = np.ldexp(costs, exponents[:, None, None]) + self.cost.intercept
+        bounds = np.ldexp(bounds, exponents[:, None]) + self.grad_accum * self.cost.intercept
+        return BatchPlan(
+            order=torch.from_numpy(order),
+            offsets=torch.from_numpy(offsets),
+            costs=torch.from_numpy(costs),
+            tokens=torch.from_numpy(tokens),
+            lower_bound=torch.from_numpy(bounds[:, 0].copy()),
+            step_cost=torch.from_numpy(bounds[:, 1].copy()),
+            status=torch.from_numpy(status),
+        )
+
+    def raise_for(self, status: np.ndarray[Any, np.dtype[np.int64]], where: Callable[[int], str]) -> None:
+        """Raise for the first row of checked lengths that needs more groups than there are.
+
+        Raises:
+            ParameterError: naming `where` of that row.
+        """
         if status.any():
             row = int(np.flatnonzero(status)[0])
             raise ParameterError(self.too_few_groups(int(status[row]), where(row)))
-        costs = np.ldexp(costs, exponents[:, None, None]) + self.cost.intercept
-        bounds = np.ldexp(bounds, exponents[:, None]) + self.grad_accum * self.cost.intercept
-        made = map(torch.from_numpy, (order, offsets, costs, tokens, bounds[:, 0].copy(), bounds[:, 1].copy()))
-        return BatchPlan(*made)
+
+    def explain(self, lengths: torch.Tensor, row: int, status: int) -> None:
+        """Raise what is wrong with a row of `lengths` [W, B], on the CPU, that has a status other than 0.
+
+        Raises:
+            ParameterError: always.
+        """
+        if status > 0:
+            raise ParameterError(self.too_few_groups(status, f"row {row}"))
+        _refuse_bad_lengths(lengths.numpy(), self)
+        self.check_range(lengths.shape[1], int(lengths[row].max()))
+        self.cost(lengths)
+        raise ParameterError(
+            f"cost_fn must return positive finite costs that do not decrease with the length, in row {row} it did not; "
+            "on the CPU it does"
+        )
 
     def too_few_groups(self, needed: int, where: str) -> str:
         """Message for a row that `max_tokens` splits into more micro-batches than there are."""
@@ -215,25 +196,35 @@ def plan_batches(
     max_tokens: int | None = None,
     layout: str = "padded",
     sync: str = "microbatch",
+    engine: str | None = None,
 ) -> BatchPlan:
     """Split global batches into micro-batches of equal cost.
 
+    On a CUDA tensor the plan is made by Triton kernels, without waiting for the GPU: the call can be captured in a CUDA
+    graph, after one with the same shapes and options has compiled the kernels. Rows that cannot be planned do not raise
+    there, see `BatchPlan.check`. Both engines make the same plans, bit for bit.
+
     Args:
-        lengths: integer tensor [W, B] on the CPU, one row a global batch, every length >= 1.
+        lengths: integer tensor [W, B], one row a global batch, every length from 1 to 2^31 - 1.
         dp_size: data-parallel ranks, D.
         grad_accum: accumulation slots, G. B must be at least D * G.
-        cost: cost of a sample at a padded length; default `CostModel()`.
+        cost: cost of a sample at a padded length; default `CostModel()`. A `cost_fn` is called with a tensor on the
+            device of `lengths`; where its results differ between devices, so may plans.
         max_tokens: largest samples * longest of any micro-batch; None for no cap.
         layout: "padded"; "packed" is not available yet.
         sync: "microbatch" if ranks wait for each other in every slot (FSDP, ZeRO-2/3, DDP without `no_sync`), "step"
             if only once a step (DDP with `no_sync`).
+        engine: "cpu", "triton", or None: by the device of `lengths`, with a warning where it is a GPU on which the
+            kernels cannot plan (more than 2048 groups or 256 slots, no Triton, compute capability below 8.0). "cpu"
+            copies lengths from a GPU, which waits for it. "triton" on CPU tensors needs `TRITON_INTERPRET=1`.
 
     Returns:
-        A plan with CPU tensors. The plan of a row depends on that row alone.
+        A plan on the device of `lengths`. The plan of a row depends on that row alone.
 
     Raises:
-        ParameterError: a parameter out of range, a length below 1, B < D * G, a length above `max_tokens`, or a row
-            that needs more micro-batches; it names the index and the value.
+        ParameterError: a parameter out of range, an engine that cannot plan there, B < D * G; and from the CPU engine:
+            a length below 1 or above `max_tokens`, or a row that needs more micro-batches; it names the index and
+            the value.
 
     Example:
         >>> plan = plan_batches(torch.randint(1, 2048, (8, 256)), dp_size=8, grad_accum=4)
@@ -241,35 +232,47 @@ def plan_batches(
         True
     """
     partition = Partition(dp_size, grad_accum, CostModel() if cost is None else cost, max_tokens, layout, sync)
+    if engine is not None:
+        check_choice("engine", engine, ENGINES)
     rows = _check_rows(lengths, partition)
+    if check_engine(engine, rows.device, partition) == "triton":
+        return plan_on_device(partition, rows, partition.longest_allowed)
+    array = rows.cpu().numpy()
+    _refuse_bad_lengths(array, partition)
     if len(rows):
-        partition.check_range(rows.shape[1], int(rows.max()))
-    return partition.plan(rows)
+        partition.check_range(rows.shape[1], int(array.max()))
+    return partition.plan(np.ascontiguousarray(array, dtype=np.int64)).to(rows.device)
 
 
-def _check_rows(lengths: Any, partition: Partition) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if isinstance(lengths, torch.Tensor):
-        if lengths.device.type != "cpu":
-            raise NotAvailableError(f"lengths on {lengths.device} are not available yet, pass lengths.cpu()")
-        if lengths.layout != torch.strided:
-            raise ParameterError(f"lengths must be a dense tensor, got layout {lengths.layout}")
-        array = lengths.detach().numpy() if lengths.dtype != torch.bfloat16 else lengths.detach().float().numpy()
+def _check_rows(lengths: Any, partition: Partition) -> torch.Tensor:
+    """Lengths as a dense integer tensor of enough columns, whatever the values."""
+    if isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu":
+        rows = torch.from_numpy(lengths.astype(lengths.dtype.newbyteorder("="), order="C"))
+    elif isinstance(lengths, torch.Tensor):
+        rows = lengths.detach()
     elif isinstance(lengths, np.ndarray):
-        array = lengths
+        raise ParameterTypeError(f"lengths must have an integer dtype, got {lengths.dtype}")
     else:
         raise ParameterTypeError(f"lengths must be an integer tensor [W, B], got {quote(lengths)}")
-    if array.ndim != 2:
-        raise ParameterError(f"lengths must have shape [W, B], got {array.shape}; one batch is lengths[None]")
-    if array.dtype.kind not in "iu":
+    if rows.device.type == "meta":
+        raise ParameterError("lengths must hold data, got a tensor on the meta device")
+    if rows.layout != torch.strided:
+        raise ParameterError(f"lengths must be a dense tensor, got layout {rows.layout}")
+    if rows.ndim != 2:
+        raise ParameterError(f"lengths must have shape [W, B], got {tuple(rows.shape)}; one batch is lengths[None]")
+    if rows.is_floating_point() or rows.is_complex() or rows.is_quantized or rows.dtype == torch.bool:
         raise ParameterTypeError(f"lengths must have an integer dtype, got {lengths.dtype}")
-    if array.shape[1] < partition.groups:
+    if rows.shape[1] < partition.groups:
         raise ParameterError(
-            f"lengths must have at least dp_size * grad_accum = {partition.groups} columns, got {array.shape[1]}"
+            f"lengths must have at least dp_size * grad_accum = {partition.groups} columns, got {rows.shape[1]}"
         )
-    cap = min(MAX_LENGTH, partition.max_tokens or MAX_LENGTH)
+    return rows
+
+
+def _refuse_bad_lengths(array: np.ndarray[Any, Any], partition: Partition) -> None:
+    cap = partition.longest_allowed
     bad = (array < 1) | (array > cap)
     if bad.any():
         w, i = (int(x) for x in np.argwhere(bad)[0])
         limit = f"max_tokens {cap}" if cap == partition.max_tokens else str(cap)
         raise ParameterError(f"lengths must be from 1 to {limit}, got lengths[{w}, {i}] = {array[w, i]}")
-    return np.ascontiguousarray(array, dtype=np.int64)

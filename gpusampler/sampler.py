@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from gpusampler import state as states
 from gpusampler.agree import Agreement
+from gpusampler.batch_plan import BatchPlan
 from gpusampler.compose import Composition, Indices
 from gpusampler.cost import CostModel
 from gpusampler.errors import (
@@ -26,7 +28,6 @@ from gpusampler.errors import (
     check_bool,
     check_choice,
     check_int,
-    quote,
 )
 from gpusampler.feasible import check_cap, check_oversize
 from gpusampler.group import PlanGroup
@@ -34,8 +35,9 @@ from gpusampler.handout import Consumer, Handout, told_size
 from gpusampler.iterate import MicroBatches
 from gpusampler.kernels.checks import gather, reorder
 from gpusampler.lengths import as_lengths
-from gpusampler.pipeline import Chunk
-from gpusampler.plan import BatchPlan, Partition
+from gpusampler.pipeline import Chunk, PlanAhead
+from gpusampler.plan import Partition
+from gpusampler.planner import Planner
 from gpusampler.stats import PlanStats
 
 DEFAULT_SEED = 42
@@ -80,7 +82,9 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             plans for itself, without communication, with the same result; or a `ProcessGroup`, or a `PlanGroup` with
             options. Iterating is then a collective operation: every process of the group does it, to the same
             micro-batch.
-        device: None or "cpu": where to plan; "cuda" is not available yet.
+        device: where to plan. None: on the current CUDA device if there is one where the kernels can plan, else on the
+            CPU, with a warning if there is one where they cannot; "cuda" or "cuda:1": there, or an error says why not.
+            Plans do not depend on it. A GPU holds 4 bytes a sample, and with a `cost_fn` 8 a length.
         plan_ahead: steps planned at once; default 512 micro-batches' worth, at most 524288 samples', at least 1.
 
     Raises:
@@ -117,7 +121,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         plan_ahead: int | None = None,
     ) -> None:
         """Check every parameter and length."""
-        _check_available(lookahead, pad_multiple, device)
+        _check_available(lookahead, pad_multiple)
         self.process_group = process_group if isinstance(process_group, PlanGroup) else PlanGroup(process_group)
         world, world_rank = self.process_group.place()
         self._alone = world == 1 and dp_size is None
@@ -160,6 +164,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             seed=self.seed,
             drop_last=self.drop_last,
         )
+        self._planner = Planner(device, self.lengths, self.composition)
         self.epoch = 0
         self._epoch_before_load = 0
         self._start = 0
@@ -305,10 +310,11 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         return replace(self._stats)
 
     def close(self) -> None:
-        """End the process groups that iterating made; they end with the sampler too. Iterating makes them anew.
+        """End the process groups and free the GPU memory that iterating took; it takes them anew.
 
         Those within a part of the world stay until torch.distributed ends.
         """
+        self._planner.close()
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
@@ -366,6 +372,10 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         epoch = self.epoch if epoch is None else check_int("epoch", epoch, minimum=0)
         return self.composition.indices(epoch, step)
 
+    def _plan_ahead(self, epoch: int, spans: Iterator[tuple[int, int]], partition: Partition, depth: int) -> PlanAhead:
+        plan = partial(self._plan_chunk, epoch, partition=partition)
+        return self._planner.ahead(spans, plan, epoch, partition, self._stats, depth)
+
     def _plan_chunk(self, epoch: int, step: int, count: int, partition: Partition) -> Chunk:
         samples = self.composition.indices(epoch, step, count)
         plan = partition.plan(
@@ -387,18 +397,11 @@ class _EpochHook:
         self._batch_sampler.set_epoch(epoch)
 
 
-def _check_available(lookahead: Any, pad_multiple: Any, device: Any) -> None:
+def _check_available(lookahead: Any, pad_multiple: Any) -> None:
     if check_int("lookahead", lookahead, minimum=1) != 1:
         raise NotAvailableError(f"lookahead={lookahead} is not available yet, use lookahead=1")
     if check_int("pad_multiple", pad_multiple, minimum=1) != 1:
         raise NotAvailableError(f"pad_multiple={pad_multiple} is not available yet, use pad_multiple=1")
-    if device is not None:
-        try:
-            where = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ParameterError(f"device must be a torch device, got {quote(device)}") from error
-        if where.type != "cpu":
-            raise NotAvailableError(f"device={str(where)!r} is not available yet, use device='cpu'")
 
 
 def _check_rank(rank: Any, dp_size: int, world: int, world_rank: int) -> int:

@@ -79,12 +79,11 @@ def variants(chip: int) -> Iterator[Variant]:
             for shape in sorted(shape for shape in sorts if shape is not None):
                 packed = key_bytes == 4
                 yield _variant(sort._sort_rows_kernel, shape.num_warps, lengths, PACKED=packed, BLOCK=shape.block)
-        largest = launch.sort_shape(launch.MAX_SORT, 4, launch.SHARED_BYTES[chip])
-        yield _variant(sort._sort_halves_kernel, largest.num_warps, lengths, BLOCK=largest.block)
+        yield _variant(sort._sort_halves_kernel, launch.HALF.num_warps, lengths, BLOCK=launch.HALF.block)
         for custom in (False, True):
             shape = launch.COSTS
             yield _variant(costs._costs_kernel, shape.num_warps, lengths, CUSTOM=custom, BLOCK=shape.block)
-    yield _variant(sort._merge_halves_kernel, largest.num_warps, BLOCK=largest.block)
+    yield _variant(sort._merge_halves_kernel, launch.HALF.num_warps, BLOCK=launch.HALF.block)
     yield _variant(search._min_max_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
     yield _variant(waste._limit_kernel, launch.COSTS.num_warps, BLOCK=launch.COSTS.block)
     yield _variant(waste._waste_kernel, launch.WASTES.num_warps, DEPTH=launch.WASTES.block.bit_length() - 1)

@@ -20,17 +20,10 @@ from gpusampler.kernels.jit import FLAGS, kernel
 
 _MAX_SHIFT: tl.constexpr = tl.constexpr(spec.MAX_SHIFT)
 _MIN_SHIFT: tl.constexpr = tl.constexpr(spec.MIN_SHIFT)
-BAD_LENGTHS = -1
-"""Status of a row with a length below 1 or above the longest allowed."""
-OUT_OF_RANGE = -2
-"""Status of a row whose costs do not fit the planner's integers, or leave `alpha` fewer than `MIN_ALPHA_UNITS`."""
-BAD_COSTS = -3
-"""Status of a row whose given costs are not all positive, finite and nondecreasing in the length."""
-MIN_ALPHA_UNITS = 16
-_BAD_LENGTHS: tl.constexpr = tl.constexpr(BAD_LENGTHS)
-_BAD_COSTS: tl.constexpr = tl.constexpr(BAD_COSTS)
-_OUT_OF_RANGE: tl.constexpr = tl.constexpr(OUT_OF_RANGE)
-_MIN_ALPHA_UNITS: tl.constexpr = tl.constexpr(MIN_ALPHA_UNITS)
+_BAD_LENGTHS: tl.constexpr = tl.constexpr(spec.BAD_LENGTHS)
+_BAD_COSTS: tl.constexpr = tl.constexpr(spec.BAD_COSTS)
+_OUT_OF_RANGE: tl.constexpr = tl.constexpr(spec.OUT_OF_RANGE)
+_MIN_ALPHA_UNITS: tl.constexpr = tl.constexpr(spec.MIN_ALPHA_UNITS)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ _HUGE: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 class Plan(NamedTuple):
-    """What `spec.plan_rows` writes, on the device; a negative status is one of `kernels.costs`."""
+    """What `spec.plan_rows` writes, on the device; a negative status is one of `spec` too."""
 
     order: torch.Tensor
     offsets: torch.Tensor

@@ -37,6 +37,8 @@ def obstacle(device: torch.device, dp_size: int, slots: int) -> str | None:
         return f"the kernels run on cuda devices, not on {device.type}"
     if is_interpreted(_min_max_kernel):
         return "TRITON_INTERPRET is set: the kernels are interpreted, on CPU tensors"
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs"
     chip = torch.cuda.get_device_capability(device)
     if chip < _OLDEST_CHIP:
         return f"compute capability {chip[0]}.{chip[1]} is below {_OLDEST_CHIP[0]}.{_OLDEST_CHIP[1]}"
@@ -89,12 +91,12 @@ def plan_rows(
         slots: accumulation slots, G.
         max_tokens: largest n * longest of a micro-batch, 0 for none; a longer sample goes alone.
         per_step: ranks meet once a step rather than in every slot.
-        longest_allowed: lengths above it, or below 1, give their row the status `costs.BAD_LENGTHS`.
+        longest_allowed: lengths above it, or below 1, give their row the status `spec.BAD_LENGTHS`.
 
     Returns:
         order int32 [W, B], offsets int32 [W, K + 1], costs float64 [W, G, D], tokens int64 [W, G, D], bounds
         float64 [W, 2] and status int64 [W] of `spec.plan_rows`, on the device of `lengths`; a status may also be one
-        of `kernels.costs`.
+        of the negative ones of `spec`.
 
     Raises:
         ParameterError: if the kernels cannot plan there (`obstacle`).

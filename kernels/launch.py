@@ -57,6 +57,8 @@ def sort_shape(size: int, key_bytes: int, shared_bytes: int) -> Shape | None:
     return None if shape.block > MAX_SORT or shape.block * key_bytes > shared_bytes else shape
 
 
+HALF = Shape(MAX_SORT, 32)
+"""Keys of half a row that is sorted by halves: 64 KiB of int32, which all chips hold."""
 SHUFFLE = Shape(256, 4)
 """Elements of a permutation that one program computes: small, since a program waits for its slowest lane."""
 COSTS = Shape(1024, 8)

@@ -154,21 +154,34 @@ def sort_rows(lengths: torch.Tensor, longest_allowed: int, shared_bytes: int) ->
     bits = key_bits(size, longest_allowed)
     packed = bits != _LONG_BITS
     shape = launch.sort_shape(size, 4 if packed else 8, shared_bytes)
-    halves = shape is None and packed
-    if halves:
-        shape = launch.sort_shape(-(-size // 2), 4, shared_bytes)
+    if shape is None and packed and size <= 2 * launch.HALF.block:
+        return _sort_by_halves(lengths, order, longest_allowed + 1, bits)
     if shape is None:
         return order.copy_(_sort_long_rows(lengths, longest_allowed + 1))
-    log_size = shape.block.bit_length() - 1
-    options = {"BLOCK": shape.block, "num_warps": shape.num_warps, **FLAGS}
-    if halves:
-        keys = torch.empty_like(order)
-        _sort_halves_kernel[(num_rows, 2)](lengths, keys, size, log_size, longest_allowed + 1, bits, **options)
-        _merge_halves_kernel[(num_rows, 2)](keys, order, size, log_size, bits, **options)
-    else:
-        _sort_rows_kernel[(num_rows,)](
-            lengths, order, size, log_size, longest_allowed + 1, bits, PACKED=packed, **options
-        )
+    _sort_rows_kernel[(num_rows,)](
+        lengths,
+        order,
+        size,
+        shape.block.bit_length() - 1,
+        longest_allowed + 1,
+        bits,
+        PACKED=packed,
+        BLOCK=shape.block,
+        num_warps=shape.num_warps,
+        **FLAGS,
+    )
+    return order
+
+
+def _sort_by_halves(lengths: torch.Tensor, order: torch.Tensor, top: int, bits: int) -> torch.Tensor:
+    num_rows, size = lengths.shape
+    block, num_warps = launch.HALF
+    log_size = block.bit_length() - 1
+    keys = torch.empty(order.shape, dtype=torch.int32, device=order.device)
+    _sort_halves_kernel[(num_rows, 2)](
+        lengths, keys, size, log_size, top, bits, BLOCK=block, num_warps=num_warps, **FLAGS
+    )
+    _merge_halves_kernel[(num_rows, 2)](keys, order, size, log_size, bits, BLOCK=block, num_warps=num_warps, **FLAGS)
     return order
 
 

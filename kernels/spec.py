@@ -45,6 +45,13 @@ MAX_SHIFT = 40
 MIN_SHIFT = -60
 
 OK = 0
+# Statuses of rows that only an engine which cannot raise gets to see: a length below 1 or above the longest allowed;
+# costs that do not fit the integers, or leave `alpha` fewer than MIN_ALPHA_UNITS; given costs that are not all
+# positive, finite and nondecreasing in the length.
+BAD_LENGTHS = -1
+OUT_OF_RANGE = -2
+BAD_COSTS = -3
+MIN_ALPHA_UNITS = 16
 
 _MASK32 = 0xFFFFFFFF
 _MASK24 = 0xFFFFFF

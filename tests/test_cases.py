@@ -243,7 +243,6 @@ def test_l40_bad_costs_are_named(options: dict[str, float]):
         ({"layout": "packed"}, "layout"),
         ({"lookahead": 4}, "lookahead"),
         ({"pad_multiple": 8}, "pad_multiple"),
-        ({"device": "cuda"}, "device"),
     ],
 )
 def test_options_to_come_say_so(options: dict[str, object], name: str):

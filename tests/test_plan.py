@@ -16,7 +16,7 @@ from gpusampler.errors import NotAvailableError, ParameterError
 from gpusampler.plan import Partition
 from helpers import half_square
 
-FIELDS = [field.name for field in dataclasses.fields(BatchPlan)]
+FIELDS = [field.name for field in dataclasses.fields(BatchPlan) if not field.name.startswith("_")]
 COSTS = {
     "default": CostModel(),
     "linear": CostModel(alpha=0.0),
@@ -62,8 +62,8 @@ def test_worked_example():
 def test_shapes_dtypes_and_what_they_say(cost: str, sync: str):
     rows = draw_rows(5, 40)
     plan = plan_batches(rows, 3, 4, cost=COSTS[cost], sync=sync)
-    shapes = [(5, 40), (5, 13), (5, 4, 3), (5, 4, 3), (5,), (5,)]
-    dtypes = [torch.int32, torch.int32, torch.float64, torch.int64, torch.float64, torch.float64]
+    shapes = [(5, 40), (5, 13), (5, 4, 3), (5, 4, 3), (5,), (5,), (5,)]
+    dtypes = [torch.int32, torch.int32, torch.float64, torch.int64, torch.float64, torch.float64, torch.int64]
     for name, shape, dtype in zip(FIELDS, shapes, dtypes, strict=True):
         tensor = getattr(plan, name)
         assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (shape, dtype, "cpu")
@@ -267,9 +267,12 @@ def test_bad_parameters_are_named(options: dict[str, Any], message: str):
         plan_batches(torch.tensor(ONE_ROW), **{"dp_size": 2, **options})
 
 
-def test_devices_and_layouts_to_come_say_so():
-    with pytest.raises(NotAvailableError, match="lengths on meta are not available yet"):
+def test_lengths_without_data_are_refused():
+    with pytest.raises(ParameterError, match="lengths must hold data, got a tensor on the meta device"):
         plan_batches(torch.ones(1, 4, dtype=torch.int64, device="meta"), 2)
+
+
+def test_layouts_to_come_say_so():
     with pytest.raises(NotAvailableError, match="layout='packed' is not available yet"):
         plan_batches(torch.tensor(ONE_ROW), 2, layout="packed")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from against_spec import SHARED_BYTES, Case, alphas, few, giant, plan_by_kernels, prepare, skewed
 
-from gpusampler.kernels import costs, launch, spec
+from gpusampler.kernels import launch, spec
 from gpusampler.kernels.checks import MAX_LENGTH
 from gpusampler.kernels.costs import Costs, scale_rows
 from gpusampler.kernels.sort import sort_rows
@@ -83,22 +83,22 @@ def test_shifts(longest: int, alpha: float):
 @pytest.mark.parametrize(
     ("row", "custom", "alpha", "expected"),
     [
-        ([5, 0, 3], None, 1e-4, costs.BAD_LENGTHS),
-        ([5, -(2**62), 3], None, 1e-4, costs.BAD_LENGTHS),
-        ([5, 2**31, 3], None, 1e-4, costs.BAD_LENGTHS),
-        ([5, 2**62, 3], None, 1e-4, costs.BAD_LENGTHS),
-        ([2**31 - 1, 2**31 - 1, 2**31], None, 0.0, costs.BAD_LENGTHS),
+        ([5, 0, 3], None, 1e-4, spec.BAD_LENGTHS),
+        ([5, -(2**62), 3], None, 1e-4, spec.BAD_LENGTHS),
+        ([5, 2**31, 3], None, 1e-4, spec.BAD_LENGTHS),
+        ([5, 2**62, 3], None, 1e-4, spec.BAD_LENGTHS),
+        ([2**31 - 1, 2**31 - 1, 2**31], None, 0.0, spec.BAD_LENGTHS),
         ([2**31 - 1, 5, 3], None, 0.0, 0),
-        ([2**28, 5, 3], None, 1e-4, costs.OUT_OF_RANGE),
-        ([2**31 - 1, 5, 3], None, 1e6, costs.OUT_OF_RANGE),
-        ([5, 0, 3], [5.0, 1.0, 3.0], 1e-4, costs.BAD_LENGTHS),
+        ([2**28, 5, 3], None, 1e-4, spec.OUT_OF_RANGE),
+        ([2**31 - 1, 5, 3], None, 1e6, spec.OUT_OF_RANGE),
+        ([5, 0, 3], [5.0, 1.0, 3.0], 1e-4, spec.BAD_LENGTHS),
         ([5, 4, 3], [5.0, 3.0, 3.0], 1e-4, 0),
-        ([5, 4, 3], [5.0, 3.0, 3.5], 1e-4, costs.BAD_COSTS),
-        ([5, 4, 3], [5.0, 0.0, 3.0], 1e-4, costs.BAD_COSTS),
-        ([5, 4, 3], [5.0, 4.0, -1.0], 1e-4, costs.BAD_COSTS),
-        ([5, 4, 3], [np.inf, 4.0, 1.0], 1e-4, costs.BAD_COSTS),
-        ([5, 4, 3], [np.nan, 4.0, 1.0], 1e-4, costs.BAD_COSTS),
-        ([5, 4, 3], [5.0, np.nan, 1.0], 1e-4, costs.BAD_COSTS),
+        ([5, 4, 3], [5.0, 3.0, 3.5], 1e-4, spec.BAD_COSTS),
+        ([5, 4, 3], [5.0, 0.0, 3.0], 1e-4, spec.BAD_COSTS),
+        ([5, 4, 3], [5.0, 4.0, -1.0], 1e-4, spec.BAD_COSTS),
+        ([5, 4, 3], [np.inf, 4.0, 1.0], 1e-4, spec.BAD_COSTS),
+        ([5, 4, 3], [np.nan, 4.0, 1.0], 1e-4, spec.BAD_COSTS),
+        ([5, 4, 3], [5.0, np.nan, 1.0], 1e-4, spec.BAD_COSTS),
     ],
 )
 def test_rows_that_cannot_be_planned(row: list[int], custom: list[float] | None, alpha: float, expected: int):
@@ -122,7 +122,7 @@ def test_no_block_hides_a_bad_cost():
     for at in (0, BLOCK - 1, BLOCK, 2 * BLOCK + 1):
         custom = rows.astype(np.float64)
         custom[0, at + 1] = custom[0, at] + 1.0
-        assert plan_by_kernels(Case(rows, 1, 2, custom=custom)).status.tolist() == [costs.BAD_COSTS]
+        assert plan_by_kernels(Case(rows, 1, 2, custom=custom)).status.tolist() == [spec.BAD_COSTS]
 
 
 def test_programs_in_any_order(program_order: str):
