@@ -137,6 +137,7 @@ def run(argv: list[str]) -> int:
         f"{args.ranks} ranks, {args.steps} steps of {args.step_ms:g} ms and a collective, B {_BATCH}, G {_SLOTS}, "
         f"{_PLAN_AHEAD} steps a chunk.",
         "`next()` in ms without the first of the epoch; waits: share of steps at which the training thread waited.",
+        f"One `next()` of {_PLAN_AHEAD * _SLOTS // 2} cuts half a chunk, and may take a plan: p99 is theirs.",
     )
     rows: list[list[Any]] = []
     for name, setting in SETTINGS.items():

@@ -57,8 +57,8 @@ class Agreement:
         try:
             self._control = self._new_group(control, self.timeout, None)
             # NCCL ends the process when its own timeout passes: leave the error a head start
-            grace = 1 if backend == "gloo" else 2
-            self._plans = self._new_group(backend, self.timeout * grace, _nccl_options(backend, options.max_ctas))
+            patience = self.timeout * (1 if backend == "gloo" else 2)
+            self._plans = self._new_group(backend, patience, _nccl_options(backend, options.max_ctas, patience))
         except RuntimeError as error:
             raise self._not_begun(error) from error
         self._control_device = torch.device("cpu") if control == "gloo" else self.device
@@ -193,12 +193,13 @@ def _timeout_of(group: dist.ProcessGroup, kind: str) -> float:
     return float(timeout.total_seconds())
 
 
-def _nccl_options(backend: str, max_ctas: int | None) -> Any:
+def _nccl_options(backend: str, max_ctas: int | None, timeout: float) -> Any:
     if backend != "nccl" or max_ctas is None:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max_ctas
     options.config.min_ctas = 1
+    options._timeout = datetime.timedelta(seconds=timeout)  # new_group warns of another than its own
     return options
 
 

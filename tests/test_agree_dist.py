@@ -13,9 +13,9 @@ from launch import torchrun
 from gpusampler.broadcast import HEADER
 
 pytestmark = pytest.mark.dist
-BOTH = ("plans", "state", "generators", "differences", "failing", "dropped", "leaks", "silent")
+BOTH = ("plans", "state", "generators", "differences", "failing", "dropped", "leaks", "silent", "interleaved")
 SCENARIOS = {
-    2: (*BOTH, "slow_root", "skewed_loaders", "unknown_skew", "left_behind", "stuck", "interleaved"),
+    2: (*BOTH, "slow_root", "skewed_loaders", "unknown_skew", "left_behind", "stuck"),
     4: (*BOTH, "subgroup", "mesh"),
 }
 Answers = Callable[[int], list[dict[str, Any]]]
@@ -161,8 +161,8 @@ def test_planning_longer_than_the_timeout_is_no_failure(answers: Answers):
     for answer in answers(2):
         found = answer["slow_root"]
         assert found["same"]
-        assert found["seconds"] > 4 * 1.2
-        assert found["longest"] > 1.2  # twice the timeout
+        assert found["seconds"] > 4 * 1.6
+        assert found["longest"] > 1.6  # twice the timeout
         assert found["waits"] == 4
 
 
@@ -198,14 +198,15 @@ def test_a_stuck_rank_is_an_error_within_the_timeout(answers: Answers):
                 assert seconds < 6
 
 
-def test_L08_broadcasts_and_gradient_collectives_interleave_for_500_steps(answers: Answers):
-    ranks = [answer["interleaved"] for answer in answers(2)]
+@pytest.mark.parametrize("world", [2, 4])
+def test_L08_broadcasts_and_gradient_collectives_interleave_for_500_steps(answers: Answers, world: int):
+    ranks = [answer["interleaved"] for answer in answers(world)]
     for rank in ranks:
         assert rank["steps"] == 500
         assert rank["own"]
         assert rank["stats"]["chunks"] == 250
         assert 250 <= rank["stats"]["messages"] <= 500
-    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert all(rank["weights"] == ranks[0]["weights"] for rank in ranks)
 
 
 def test_L07_the_root_of_a_subgroup_is_its_first_member(answers: Answers):

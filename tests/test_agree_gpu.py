@@ -59,15 +59,21 @@ def test_L07_plans_are_sent_from_the_local_device_through_pinned_buffers() -> No
 
 
 def test_what_arrives_on_the_device_is_what_is_read() -> None:
-    """The receiving side of a copy, without a second rank: the host buffer is poisoned after the send."""
+    """The receiving side of a copy, without a second rank: only the device has the message, the host's is poisoned."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         device = torch.device("cuda", torch.cuda.current_device())
         channel = Channel(dist.group.WORLD, 0, device, message_size(4, 32, 2, torch.int32), torch.int32, 3, 30.0)
         channel._sends = False  # copy back, as a receiver does
+        slot = channel._slots[0]
         samples = np.arange(128).reshape(4, 32)
         message = Message(Status.CHUNK, 1, 0, Chunk(0, samples, np.tile([16, 32], (4, 1))))
-        got = channel.receive(channel.post(lambda out: pack(message, out)))
+        sent = torch.empty(slot.host.shape, dtype=slot.host.dtype)
+        pack(message, sent.numpy())
+        slot.device.copy_(sent)
+        slot.host.fill_(-1)
+        torch.cuda.synchronize()
+        got = channel.receive(channel.post(None))
         assert got.chunk is not None
         assert got.chunk.samples.tolist() == samples.tolist()
     finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from launch import torchrun
+from launch import DIST, environment, torchrun
 
 pytestmark = pytest.mark.dist
 SCENARIOS = {
@@ -67,6 +69,13 @@ def test_L53_coordinates_in_meshes_of_real_processes(found: Found) -> None:
             "no mesh": "ParameterTypeError: mesh must be a DeviceMesh, got 'mesh' of type str",
             "same": True,
         }
+
+
+def test_L53_the_example_of_a_device_mesh() -> None:
+    script = str(DIST.parent.parent / "examples" / "device_mesh.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script]
+    done = subprocess.run(command, timeout=90, env=environment(), capture_output=True, text=True)
+    assert done.stdout.startswith("processes [0, 1] train the same "), done.stderr[-3000:]
 
 
 def test_loaders_with_and_without_workers_leave_resume_and_begin_again_together(found: Found) -> None:

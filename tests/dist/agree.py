@@ -201,8 +201,8 @@ def failing(rank: int, world: int) -> dict[str, Any]:
 def slow_root(rank: int, world: int) -> dict[str, Any]:
     """Planning a chunk takes longer than the timeout; the root is alive."""
     lengths = np.arange(1, (1 << 13) * 7 + 6)  # chunks of 2, 4 and 1 steps, and the tail
-    sampler = Sampler(lengths, 1 << 13, process_group=PlanGroup(timeout=0.6), plan_ahead=16, drop_last=False)
-    with slow_planning(1.3):
+    sampler = Sampler(lengths, 1 << 13, process_group=PlanGroup(timeout=0.8), plan_ahead=16, drop_last=False)
+    with slow_planning(1.7):
         began = time.monotonic()
         got = list(sampler)
     stats = sampler.stats()

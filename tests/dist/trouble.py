@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gpusampler import CostModel, PlanGroup, from_device_mesh
 
 
-def quick(**options: Any) -> PlanGroup:
-    """A group that is soon out of patience."""
-    return PlanGroup(timeout=2.0, **options)
+def quick() -> PlanGroup:
+    """A group that is soon out of patience, where that is to be seen."""
+    return PlanGroup(timeout=2.0)
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -51,20 +51,20 @@ def train(sampler: Sampler, stop: int | None = None, **loader: Any) -> list[list
 def kinds(rank: int, world: int) -> bool:
     """The same lengths, of another type on each rank."""
     kind = (LENGTHS.astype(np.int32), LENGTHS.tolist(), torch.from_numpy(LENGTHS), LENGTHS.astype(np.uint16))[rank]
-    sampler = Sampler(kind, 64, process_group=quick())
+    sampler = Sampler(kind, 64)
     return list(sampler) == alone(sampler)
 
 
 def reversed_ranks(rank: int, world: int) -> bool:
     """Data-parallel ranks in another order than those of the group; the root is not rank 0."""
-    sampler = Sampler(LENGTHS, 64, world, rank=world - 1 - rank, process_group=quick(), plan_ahead=2)
+    sampler = Sampler(LENGTHS, 64, world, rank=world - 1 - rank, plan_ahead=2)
     return list(sampler) == alone(sampler)
 
 
 def two_groups(rank: int, world: int) -> list[Any]:
     """Two groups side by side in one world, in different epochs, with collectives of all between."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    sampler = Sampler(LENGTHS, 32, process_group=quick(group=groups[rank % 2]), plan_ahead=1)
+    sampler = Sampler(LENGTHS, 32, process_group=groups[rank % 2], plan_ahead=1)
     same = []
     for epoch in range(2):
         sampler.set_epoch(epoch + rank % 2)
@@ -173,7 +173,7 @@ def loop_raises(rank: int, world: int) -> list[Any]:
 
 def state_alone(rank: int, world: int) -> bool:
     """One rank saves while it iterates, the other never does."""
-    sampler = Sampler(LENGTHS, 16, plan_ahead=2, process_group=quick())
+    sampler = Sampler(LENGTHS, 16, plan_ahead=2)
     return all(rank or sampler.state_dict()["consumed"] == count for count, _ in enumerate(sampler, start=1))
 
 
@@ -214,10 +214,10 @@ def stopped(rank: int, world: int) -> list[Any]:
 
 def slow_steps(rank: int, world: int) -> bool:
     """Steps that are longer than the timeout, and not equally long."""
-    sampler = Sampler(LENGTHS[:80], 16, plan_ahead=1, process_group=PlanGroup(timeout=0.3))
+    sampler = Sampler(LENGTHS[:64], 16, plan_ahead=1, process_group=PlanGroup(timeout=1.0))
     got = []
     for micro_batch in sampler:
-        time.sleep(0.4 + 0.1 * rank)
+        time.sleep(1.2 + 0.1 * rank)
         dist.all_reduce(torch.ones(1))
         got.append(micro_batch)
     return got == alone(sampler)
@@ -225,8 +225,8 @@ def slow_steps(rank: int, world: int) -> bool:
 
 def two_samplers(rank: int, world: int) -> list[Any]:
     """Evaluation within a training epoch; then, which cannot be, a sampler within itself."""
-    sampler = Sampler(LENGTHS, 64, plan_ahead=1, process_group=quick())
-    other = Sampler(LENGTHS[:200], 8, plan_ahead=3, process_group=quick())
+    sampler = Sampler(LENGTHS, 64, plan_ahead=1)
+    other = Sampler(LENGTHS[:200], 8, plan_ahead=3)
     same = [list(other) == alone(other) for step, _ in enumerate(sampler) if step % 5 == 0]
     nested = outcome(lambda: [list(sampler) for _ in sampler])
     return [all(same), nested, list(sampler) == alone(sampler)]
@@ -234,14 +234,14 @@ def two_samplers(rank: int, world: int) -> list[Any]:
 
 def copies(rank: int, world: int) -> list[bool]:
     """A sampler that has iterated, copied and pickled."""
-    sampler = Sampler(LENGTHS, 64, process_group=quick())
+    sampler = Sampler(LENGTHS, 64)
     list(sampler)
     return [list(each) == alone(each) for each in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler)))]
 
 
 def forked(rank: int, world: int) -> list[Any]:
     """A process forked within an iteration: it cannot go on there, dropping it there does no harm."""
-    sampler = Sampler(LENGTHS, 16, plan_ahead=2, process_group=quick())
+    sampler = Sampler(LENGTHS, 16, plan_ahead=2)
     iterator = iter(sampler)
     head = list(itertools.islice(iterator, 5))
     exits = []
@@ -279,7 +279,7 @@ def in_workers(rank: int, world: int) -> list[Any]:
 
 def cost_replaced(rank: int, world: int) -> list[Any]:
     """A cost model that is replaced within an epoch counts from the next iteration on, in the state too."""
-    sampler = Sampler(LENGTHS, 16, grad_accum=2, plan_ahead=1, process_group=quick())
+    sampler = Sampler(LENGTHS, 16, grad_accum=2, plan_ahead=1)
     before = alone(sampler)
     iterator = iter(sampler)
     head = list(itertools.islice(iterator, 4))
@@ -296,7 +296,7 @@ def ended(rank: int, world: int) -> list[Any]:
     sampler = Sampler(LENGTHS, 64, process_group=group)
     dist.destroy_process_group(group)
     found = [outcome(lambda: list(sampler)), outcome(lambda: Sampler(LENGTHS, 64, process_group=group))]
-    sampler = Sampler(LENGTHS, 16, plan_ahead=1, process_group=quick())
+    sampler = Sampler(LENGTHS, 16, plan_ahead=1)
     iterator = iter(sampler)
     next(iterator)
     dist.barrier()
