@@ -164,10 +164,37 @@ def test_a_workload_that_is_none_raises_at_once(bad):
         Source(bad)
 
 
-@pytest.mark.parametrize("bad", [lambda: -2, lambda: None, lambda: 1.5, DataLoader(NoLength())])
-def test_a_workload_without_a_count_raises_with_task_and_source(bad):
-    with pytest.raises(ValueError, match="source 'x' of task 't'"):
-        resolve_task_schedule([Task("t", [Source(3), Source(bad, name="x")])], num_steps=1)
+class Says:
+    """Its length is what it is told."""
+
+    def __init__(self, length) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: -2,
+        lambda: None,
+        lambda: 1.5,
+        lambda: np.float64(2),
+        lambda: True,
+        lambda: (n for n in range(3)),
+        lambda: 1 / 0,
+        BatchSampler,  # a class, called without arguments
+        DataLoader(NoLength()),
+        Says(-1),
+        Says(2**70),
+        Says(2.5),
+    ],
+)
+@pytest.mark.parametrize("policy", ["legacy", "epoch"])
+def test_a_workload_without_a_count_raises_with_task_and_source(policy, bad):
+    with pytest.raises(ParameterError, match="source 'x' of task 't'"):
+        resolve_task_schedule([Task("t", [Source(3), Source(bad, name="x")])], policy, num_steps=1)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,9 @@ def test_arrays_are_found_recursively():
     found = {system.name: system.lengths.tolist() for system in array_systems(data)}
     assert found == {"x/0": [64, 64, 64], "x/1/y": [5, 5], "z": [4, 9]}
     assert array_systems(np.zeros((2, 3)))[0].name == "array"
+    tasks = [Task("found", [make_source(array_systems(data), of(2))]), Task("other", [2])]
+    assert resolve_task_schedule(tasks, "epoch").probabilities == {"found": 2 / 3, "other": 1 / 3}  # 2 + 1 + 1 steps
+    assert resolve_task_schedule(tasks).probabilities == {"found": 3 / 4, "other": 1 / 4}  # 3 systems, a count
 
 
 def test_stores_are_found_recursively(tmp_path):
@@ -126,6 +129,9 @@ def test_stores_are_found_recursively(tmp_path):
     found = {system.name: system.lengths.tolist() for system in record_systems(tmp_path)}
     assert found == {"b/deep/two/s": [3, 4], "b/deep/two/t": [5], "one/s": [7]}
     assert all(system.is_records for system in record_systems(tmp_path))
+    tasks = [Task("found", [make_source(record_systems(tmp_path), of(2))]), Task("other", [6])]
+    assert resolve_task_schedule(tasks, "epoch").probabilities == {"found": 1 / 3, "other": 2 / 3}  # 1 + 1 + 1 steps
+    assert resolve_task_schedule(tasks).probabilities == {"found": 4 / 5, "other": 1 / 5}  # 4 records, a count
 
 
 def test_bad_data_raises(tmp_path):

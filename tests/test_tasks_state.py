@@ -120,3 +120,37 @@ def test_a_sampler_whose_length_changes_after_counting_is_an_error():
         sampler.more = 1
         with pytest.raises(ParameterError, match="has 4 micro-batches, and had 3 steps of 1 when the schedule counted"):
             MultiTaskBatchSampler(schedule)
+
+
+def test_loading_an_even_sequence_replays_nothing(monkeypatch):
+    def build():
+        tasks = [Task(name, [batches(3, 1)]) for name in "abc"]
+        weights = {"a": 0.3127, "b": 0.2891, "c": 0.3982}
+        return MultiTaskBatchSampler(
+            resolve_task_schedule(tasks, num_steps=6000, model_prob=weights, draw="low_discrepancy")
+        )
+
+    sampler = build()
+    for item in sampler:
+        if item.step == 5000:
+            break
+    state, rest = sampler.state_dict(), list(sampler)
+    resumed = build()
+    advanced = []
+    original = resumed.schedule.draws._advance
+    monkeypatch.setattr(resumed.schedule.draws, "_advance", lambda: advanced.append(1) or original())
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert len(advanced) <= 1
+    assert len(rest) == 6000
+    assert list(resumed) == rest[state["step"] :]
+
+
+def test_choosing_an_earlier_pass_than_the_loaded_one_says_what_it_forgets():
+    sampler = make(10)
+    sampler.set_epoch(2)
+    next(iter(sampler))
+    resumed = make(10)
+    resumed.load_state_dict(sampler.state_dict())
+    with pytest.warns(UserWarning, match=r"set_epoch\(0\) forgets the place that was loaded in pass 2"):
+        resumed.set_epoch(0)
+    assert list(resumed) == list(make(10))

@@ -8,6 +8,7 @@ within an epoch each. Ranks compare schedules, lengths and accumulations once, i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -131,13 +132,19 @@ class MultiTaskBatchSampler:
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass that the next iteration runs; the pass of a loaded state keeps its place.
+        """Choose the pass that the next iteration runs; the pass of a loaded state keeps its place, and choosing one
+        before it is a warning.
 
         Args:
             epoch: From 0.
         """
         check_int("epoch", epoch, minimum=0)
         if epoch != self.epoch:
+            if self._resumed and epoch < self.epoch:
+                message = (
+                    f"set_epoch({epoch}) forgets the place that was loaded in pass {self.epoch}: go on with that pass"
+                )
+                warnings.warn(message, stacklevel=2)
             self.epoch = int(epoch)
             self._resumed = False
             self._handout = None
@@ -202,12 +209,12 @@ class MultiTaskBatchSampler:
                     f"state has {field} {quote(state.get(field), 400)}, this schedule has {quote(value, 400)}"
                 )
         step, micro_batch, pass_ended = check_place(state, {reader.label for reader in self._readers.values()})
+        self.schedule.draws.resume(step, state["draw_counts"])  # first: the draw of this step then replays nothing
         grad_accum = self._readers[self.schedule.draw_at(step)].grad_accum
         if micro_batch >= grad_accum:
             raise ParameterError(
                 f"state has micro_batch {micro_batch}, this schedule has grad_accum {grad_accum} there"
             )
-        self.schedule.draws.resume(step, state["draw_counts"])
         for drawn, reader in self._readers.items():
             read = state["read"][reader.label] * reader.grad_accum + self._partial(drawn, step, micro_batch)
             reader.seek(read, state["samplers"][reader.label])

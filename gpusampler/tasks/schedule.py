@@ -74,7 +74,7 @@ class TaskSchedule:
         """Name of the task that optimizer step `step` trains: a function of (seed, step), the same on every rank.
 
         Args:
-            step: From 0; steps beyond `num_steps` are answered too.
+            step: From 0; steps beyond `num_steps` are answered too: they belong to later passes.
         """
         return self.tasks[self.draws.at(check_step(step))].name
 

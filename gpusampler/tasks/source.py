@@ -8,7 +8,7 @@ with `p_i > 0`; with no probabilities given, simply the sum of their batches. O(
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -107,6 +107,8 @@ class Source:
             return len(data)
         except (TypeError, NotImplementedError):
             return 1
+        except (ValueError, OverflowError) as error:
+            raise ParameterError(f"data of {self._label} have no length ({error}): give legacy_size") from error
 
 
 class Task:
@@ -149,10 +151,13 @@ class Task:
     @cached_property
     def source_sizes(self) -> tuple[int, ...]:
         """Optimizer steps of one pass over each source; 0 for one of probability 0, which is not counted."""
+        return self._of_each(lambda source: 0 if source.prob == 0 else source.num_steps)
+
+    def _of_each(self, size: Callable[[Source], int]) -> tuple[int, ...]:
         sizes = []
         for index, source in enumerate(self.sources):
             try:
-                sizes.append(0 if source.prob == 0 else source.num_steps)
+                sizes.append(size(source))
             except ParameterError as error:
                 raise type(error)(f"{self._naming(index)}: {error}") from error
         return tuple(sizes)
@@ -190,7 +195,7 @@ class Task:
     @property
     def legacy_size(self) -> int:
         """Sum of the sources' legacy sizes, those of probability 0 included, as of old."""
-        return sum(source.legacy_size for source in self.sources)
+        return sum(self._of_each(lambda source: source.legacy_size))
 
     def source_key(self, seed: int) -> int:
         """Key of the draws inside this task: of the schedule's seed and the task's name, not of its position."""
