@@ -255,7 +255,7 @@ def _lengths_of(batch: Any, lengths: torch.Tensor | None, cap: int) -> _Int64:
 def _costs_of(lengths: _Int64, cost: CostModel) -> _Int64:
     """Costs as integers of at least 1 whose sum stays below 2**61; on the host, so that no device rounds otherwise."""
     costs = cost(torch.from_numpy(lengths)).numpy()
-    shift = spec.shift_for_costs(float(costs.max()), 0.0, len(costs))
+    shift = spec.shift_for_costs(float(costs.max()), len(costs))
     integers: _Int64 = np.maximum(1, np.rint(np.ldexp(costs, shift))).astype(np.int64)
     return integers
 
