@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpusampler import GPUBatchRebalanceSampler, plan_batches
+from gpusampler import DistributedError, GPUBatchRebalanceSampler, PlanGroup, PlanStats, from_device_mesh, plan_batches
 from gpusampler.agree import Agreement
-from gpusampler.broadcast import HEADER, TEXT_BYTES, DistributedError, Message, Status, message_size, pack, unpack
+from gpusampler.broadcast import HEADER, TEXT_BYTES, Message, Status, message_size, pack, unpack
 from gpusampler.compose import Composition
-from gpusampler.group import PlanGroup, from_device_mesh, transport
+from gpusampler.group import transport
 from gpusampler.iterate import Spans
 from gpusampler.pipeline import Chunk
 from gpusampler.plan import Partition
-from gpusampler.stats import PlanStats
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,8 @@ def test_what_differs_between_ranks_is_named_on_all_before_the_first_step(answer
     }.items():
         assert ranks[0][name].startswith("DistributedError: ranks differ, nothing was handed out: ")
         assert text in ranks[0][name]
+    both = rf"lengths_digest is [0-9]+ on {others} and [0-9]+ on {odd}"
+    assert all(re.search(both, ranks[0][name]) for name in ("lengths", "count"))
     assert f"rank 1 of {world} is held by 0, rank 0 by {world}" in ranks[0]["rank"]
 
 
@@ -216,7 +219,7 @@ def test_L07_the_root_of_a_subgroup_is_its_first_member(answers: Answers):
         assert rank["place"] == [2, place]
         assert rank["same"]
         assert rank["sent"]
-        assert all(sent == ["cpu", "torch.int32", 2, [2, 3]] for sent in rank["sent"])
+        assert all(sent == ["cpu", "torch.int32", 2, [2, 3], "MainThread"] for sent in rank["sent"])
         assert rank["plan"] == (place == 0)
 
 

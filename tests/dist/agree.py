@@ -22,9 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from gpusampler import CostModel, GPUBatchRebalanceSampler
-from gpusampler.broadcast import DistributedError
-from gpusampler.group import PlanGroup, from_device_mesh
+from gpusampler import CostModel, DistributedError, GPUBatchRebalanceSampler, PlanGroup, from_device_mesh
 from helpers import half_square
 
 LENGTHS = np.random.default_rng(0).integers(1, 512, 1003)
@@ -382,7 +380,8 @@ def subgroup(rank: int, world: int) -> dict[str, Any]:
     broadcast = dist.broadcast
 
     def record(tensor: torch.Tensor, src: int, **options: Any) -> Any:
-        sent.append([str(tensor.device), str(tensor.dtype), src, dist.get_process_group_ranks(options["group"])])
+        members, here = dist.get_process_group_ranks(options["group"]), threading.current_thread().name
+        sent.append([str(tensor.device), str(tensor.dtype), src, members, here])
         return broadcast(tensor, src=src, **options)
 
     dist.broadcast = record  # what is recorded is the real broadcast

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gpusampler import GPUBatchRebalanceSampler
-from gpusampler.broadcast import DistributedError
-from gpusampler.group import PlanGroup
+from gpusampler import DistributedError, GPUBatchRebalanceSampler, PlanGroup
 
 TIMEOUT = 4.0
 
