@@ -55,6 +55,9 @@ def disagreement(rank: int) -> dict:
         lambda: resolve_task_schedule([Task("a", [10 + (rank == 1)]), Task("b", [10])], "epoch", num_steps=9)
     )
     one = caught(lambda: resolve_task_schedule([Task("a", [0 if rank == 1 else 10])], "epoch", num_steps=9))
+    pair = [Task("a", [10]), Task("b", [20])]
+    order = caught(lambda: resolve_task_schedule(pair if rank != 1 else pair[::-1], "epoch", num_steps=9))
+    left_out = caught(lambda: resolve_task_schedule([*pair, Task("c", [rank])], "epoch", num_steps=9, exclude="empty"))
     budget = caught(lambda: resolve_task_schedule([Task("a", [10])], num_steps=9 + rank))
     schedule = resolve_task_schedule(
         [Task("a", [BatchSampler(range(6 + rank), 1, False)])], num_steps=9, process_group=None
@@ -62,7 +65,15 @@ def disagreement(rank: int) -> dict:
     sampler = caught(lambda: MultiTaskBatchSampler(schedule))
     group = dist.new_group([0])
     alone = resolve_task_schedule([Task("a", [3])], num_steps=9, process_group=group if rank == 0 else None)
-    return {"differ": differ, "one": one, "budget": budget, "sampler": sampler, "alone": alone.num_steps}
+    return {
+        "differ": differ,
+        "order": order,
+        "left_out": left_out,
+        "one": one,
+        "budget": budget,
+        "sampler": sampler,
+        "alone": alone.num_steps,
+    }
 
 
 def shared_plans(rank: int, world: int) -> list:
@@ -113,6 +124,10 @@ def test_L35c_ranks_that_would_differ_raise_before_step_1_with_both_tables(world
         assert "'a': '1/2'" in answer["differ"]
         assert "'a': '11/21'" in answer["differ"]
         assert "rank 0 has {" in answer["budget"]
+        assert "['a', 'b']" in answer["order"]
+        assert "['b', 'a']" in answer["order"]
+        assert "['a', 'b']" in answer["left_out"]
+        assert "['a', 'b', 'c']" in answer["left_out"]
         assert "'a/0': [6, 1]" in answer["sampler"]
         assert "'a/0': [7, 1]" in answer["sampler"]
         assert answer["alone"] == 9

@@ -20,11 +20,12 @@ from gpusampler.tasks import MultiTaskBatchSampler, SystemGroup, Task, resolve_t
         ({"draw": "low_discrepancy"}, "draw"),
         ({"model_prob": {"a": 1, "b": 1}}, "policy"),
         ({"sizes": (4, 6)}, "epoch_lengths"),
+        ({"names": "ba", "sizes": (4, 6)}, "tasks"),  # the same table, drawn otherwise
     ],
 )
 def test_a_state_of_another_schedule_is_refused_by_field(other, field):
-    def build(sizes=(6, 4), **keywords):
-        tasks = [Task(name, [batches(size, 1)]) for name, size in zip("ab", sizes, strict=True)]
+    def build(sizes=(6, 4), names="ab", **keywords):
+        tasks = [Task(name, [batches(size, 1)]) for name, size in zip(names, sizes, strict=True)]
         return MultiTaskBatchSampler(
             resolve_task_schedule(tasks, **{"policy": "epoch", "num_steps": 5, "seed": 1, **keywords})
         )

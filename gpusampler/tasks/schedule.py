@@ -92,6 +92,7 @@ class TaskSchedule:
             "policy_version": self.policy_version,
             "seed": self.seed,
             "draw": self.draw,
+            "tasks": [task.name for task in self.tasks],  # draws depend on their order, which mappings do not compare
             "epoch_lengths": dict(self.epoch_lengths),
             "probabilities": {name: str(p) for name, p in self.exact.items()},
             "sources": {task.name: self._source_table(task) for task in self.tasks},
