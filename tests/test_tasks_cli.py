@@ -180,3 +180,11 @@ def test_a_task_can_be_excluded_that_cannot_be_read_or_filters_to_nothing(tmp_pa
     config["tasks"]["gone"] = [{"lengths": "missing.npy"}]
     assert call(tmp_path, {**config, "exclude": ["gone"]}) == 0
     assert "excluded: gone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01", b"PK\x03\x04", b"text"])
+def test_a_file_that_is_no_array_is_named(tmp_path, capsys, content):
+    (tmp_path / "l.npy").write_bytes(content)
+    config = {"num_steps": 9, "tasks": {"a": [{"lengths": "l.npy", "sampler": {"effective_batch_size": 1}}]}}
+    assert call(tmp_path, config) == 2
+    assert "source 0 of task 'a': lengths must be an .npy file of one length a sample" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def _grouped(source: Mapping[str, Any], folder: Path) -> Source:
 def _from_lengths(source: Mapping[str, Any], folder: Path) -> Source:
     path = _path(folder, source["lengths"])
     try:
-        lengths = np.load(path, mmap_mode="r")
+        lengths = np.lib.format.open_memmap(path, mode="r")  # .npy only: no pickles, no archives
     except (OSError, ValueError) as error:
         raise ParameterError(f"lengths must be an .npy file of one length a sample: {error}") from error
     return _sampled(array_systems(lengths, path.stem), source)
