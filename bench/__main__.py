@@ -16,6 +16,7 @@ BENCHES = {
     "scale": "1e8 samples: time to the first micro-batch, memory beyond the lengths, restoring a state",
     "latency": "what next() costs a training loop while later steps are planned",
     "kernels": "the GPU kernels beside other providers; compiled sizes and estimates without a GPU",
+    "matrix": "the kernels under every supported version of Triton, interpreted and compiled",
     "overlap": "how often training waits for a plan, with planning faster and slower than a step, on 2 processes",
     "soak": "a long run of 2 processes: memory, file descriptors and threads must not grow",
     "partition": "balanced partitions of rollouts beside Karmarkar-Karp in Python",

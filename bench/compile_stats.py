@@ -5,13 +5,14 @@
 
 A row is a kernel at block sizes that the launcher can produce, on one chip: registers a thread, stack and spills,
 shared memory, instructions, and bytes of code, read from the cubin with the tools that come in Triton's wheel. The
-table holds for one version of Triton, named in its first line.
+table holds for one version of Triton, named in its first line, and is compared under that version alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -136,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.compile_stats", description="Compile every kernel, without a GPU.")
     parser.add_argument("--write", action="store_true", help="write the table rather than compare with it")
     write = parser.parse_args(argv).write
+    version = importlib.metadata.version("triton")
     rows = []
     bad = 0
     for stats, found in measure():
@@ -145,6 +147,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{stats.kernel} {stats.variant} sm_{stats.chip}: {text}", file=sys.stderr)
     if write:
         write_table(rows)
+    elif read_table()[0] != version:
+        print(f"not compared with the table, which is for triton {read_table()[0]}")
     else:
         known = set(read_table()[1])
         for stats in rows:

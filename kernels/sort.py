@@ -154,7 +154,7 @@ def sort_rows(lengths: torch.Tensor, longest_allowed: int, shared_bytes: int) ->
     bits = key_bits(size, longest_allowed)
     packed = bits != _LONG_BITS
     shape = launch.sort_shape(size, 4 if packed else 8, shared_bytes)
-    if shape is None and packed and size <= 2 * launch.HALF.block:
+    if shape is None and packed and launch.HALF.block < size <= 2 * launch.HALF.block:
         return _sort_by_halves(lengths, order, longest_allowed + 1, bits)
     if shape is None:
         return order.copy_(_sort_long_rows(lengths, longest_allowed + 1))
