@@ -151,7 +151,7 @@ class MicroBatches(Iterator[list[int]]):
         step, self._slot = divmod(position, self._slots)
         self._row = 0
         self._covered = self._due = step * self._slots
-        self._fill_at = sys.maxsize
+        self._fill_at, self._fills = sys.maxsize, False
 
     def _refill(self) -> None:
         """Cut micro-batches up to where chunks are due, half a chunk at a time, so that handing one out is little."""
@@ -167,6 +167,7 @@ class MicroBatches(Iterator[list[int]]):
             raise StopIteration
         for _ in range(max(1, min(self._due, self._covered) - self._lead - handed)):
             self._queue.append(self._cut())
+        self._fill()
 
     def _cut(self) -> list[int]:
         chunk = self._ready[0]
@@ -238,10 +239,16 @@ class MicroBatches(Iterator[list[int]]):
             self._covered += count
         if waited:
             stats.add_wait(time.perf_counter() - began)
-        if index >= self._fill_at:
+        self._fills = index >= self._fill_at
+        if self._fills:
             self._fill_at = sys.maxsize
-            source.fill()
         self._due = min(self._covered, self._fill_at)
+
+    def _fill(self) -> None:
+        """Set later chunks going, once there is nothing else to do that the planning thread could hold up."""
+        if self._fills and self._source is not None:
+            self._fills = False
+            self._source.fill()
 
     def _finish(self) -> None:
         if self._source is not None:

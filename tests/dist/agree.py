@@ -71,9 +71,9 @@ def slow_planning(seconds: float) -> Iterator[None]:
     """Make planning take so long a chunk, where a sampler plans here."""
     plan = Sampler._plan_chunk
 
-    def slow(self: Sampler, *place: Any) -> Any:
+    def slow(self: Sampler, *place: Any, **named: Any) -> Any:
         time.sleep(seconds)
-        return plan(self, *place)
+        return plan(self, *place, **named)
 
     Sampler._plan_chunk = slow
     try:
@@ -169,10 +169,10 @@ def failing(rank: int, world: int) -> dict[str, Any]:
     plan = Sampler._plan_chunk
     for bad in (0, 6):
 
-        def fail(self: Sampler, epoch: int, step: int, *more: Any, bad: int = bad) -> Any:
+        def fail(self: Sampler, epoch: int, step: int, *more: Any, bad: int = bad, **named: Any) -> Any:
             if step == bad:
                 raise ZeroDivisionError(f"no plan for step {step}, \u00e9t\u00e9")
-            return plan(self, epoch, step, *more)
+            return plan(self, epoch, step, *more, **named)
 
         Sampler._plan_chunk = fail
         try:
