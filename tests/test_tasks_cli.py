@@ -188,3 +188,54 @@ def test_a_file_that_is_no_array_is_named(tmp_path, capsys, content):
     config = {"num_steps": 9, "tasks": {"a": [{"lengths": "l.npy", "sampler": {"effective_batch_size": 1}}]}}
     assert call(tmp_path, config) == 2
     assert "source 0 of task 'a': lengths must be an .npy file of one length a sample" in capsys.readouterr().err
+
+
+def test_names_stay_on_one_line_and_sources_are_shown_by_theirs(tmp_path, capsys):
+    tasks = {
+        "a\nb": [{"batches": 3, "name": "bulk\r"}, {"batches": 1, "name": "ice cubes"}, {"batches": 1}],
+        "\x1b[31mred": [{"batches": 1}],
+        "out\n": [],
+    }
+    config = {"policy": "epoch", "num_steps": 60, "exclude": ["out\n"], "tasks": tasks}
+    assert call(tmp_path, config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +\d", line)[0] for line in lines[2:-1]] == [
+        r"'a\nb'",
+        r"  'a\nb'/'bulk\r'",
+        r"  'a\nb'/ice cubes",
+        r"  'a\nb'/2",
+        r"'\x1b[31mred'",
+        r"excluded: 'out\n'",
+    ]
+    assert call(tmp_path, config, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["expected"]
+    assert [(row["task"], row["source"], row["name"]) for row in rows] == [
+        ("a\nb", None, None),
+        ("a\nb", 0, "bulk\r"),
+        ("a\nb", 1, "ice cubes"),
+        ("a\nb", 2, None),
+        ("\x1b[31mred", None, None),
+    ]
+
+
+def test_the_legacy_size_of_data_can_be_given(tmp_path, capsys):
+    np.save(tmp_path / "l.npy", np.arange(1, 50))
+    data = {"lengths": "l.npy", "sampler": {"effective_batch_size": 7}}
+    for given, expected in (({}, "1/4"), ({"legacy_size": 9}, "3/4")):
+        config = {"num_steps": 5, "tasks": {"a": [{**data, **given}], "b": [{"systems": [1, 1, 1]}]}}
+        assert call(tmp_path, config, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["probabilities"]["a"] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ([{"batches": 3, "prob": 1e-300}, {"batches": 1, "prob": 1}], "source 0 of task 'a'"),
+        ([{"systems": [3, 1], "sys_probs": [1e-300, -1]}], "system 0"),
+    ],
+)
+def test_an_epoch_that_no_run_could_have_is_named(tmp_path, capsys, source, name):
+    for policy in ("epoch", "legacy"):
+        assert call(tmp_path, {"policy": policy, "num_steps": 9, "tasks": {"a": source}}) == 2
+        message = f"{name} has 3 batches at probability 1e-300: a nominal epoch must be at most {2**63 - 1} steps"
+        assert message in capsys.readouterr().err

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from gpusampler.sampler import GPUBatchRebalanceSampler
-from gpusampler.tasks import MultiTaskBatchSampler, Source, Task, resolve_task_schedule
+from gpusampler.tasks import MultiTaskBatchSampler, Source, Task, array_systems, make_source, resolve_task_schedule
 
 
 def per_rank(frames: int, size: int) -> BatchSampler:
@@ -57,6 +57,9 @@ def disagreement(rank: int) -> dict:
     one = caught(lambda: resolve_task_schedule([Task("a", [0 if rank == 1 else 10])], "epoch", num_steps=9))
     pair = [Task("a", [10]), Task("b", [20])]
     order = caught(lambda: resolve_task_schedule(pair if rank != 1 else pair[::-1], "epoch", num_steps=9))
+    systems = array_systems({"bulk": np.ones(4, int), "cluster": np.ones(4, int)})
+    swapped = make_source(systems if rank != 1 else systems[::-1], len, name="frames")
+    names = caught(lambda: resolve_task_schedule([Task("a", [swapped])], "epoch", num_steps=9))
     left_out = caught(lambda: resolve_task_schedule([*pair, Task("c", [rank])], "epoch", num_steps=9, exclude="empty"))
     budget = caught(lambda: resolve_task_schedule([Task("a", [10])], num_steps=9 + rank))
     schedule = resolve_task_schedule(
@@ -68,6 +71,7 @@ def disagreement(rank: int) -> dict:
     return {
         "differ": differ,
         "order": order,
+        "names": names,
         "left_out": left_out,
         "one": one,
         "budget": budget,
@@ -128,6 +132,12 @@ def test_L35c_ranks_that_would_differ_raise_before_step_1_with_both_tables(world
         assert "['b', 'a']" in answer["order"]
         assert "['a', 'b']" in answer["left_out"]
         assert "['a', 'b', 'c']" in answer["left_out"]
+        assert (
+            "ranks resolve different task schedules, by names: rank 0 has {'names': {'a': [['frames',"
+            in answer["names"]
+        )
+        for before, after in ("bulk", "cluster"), ("cluster", "bulk"):
+            assert f"[\"system '{before}' with 4 frames\", \"system '{after}' with 4 frames\"]" in answer["names"]
         assert "'a/0': [6, 1]" in answer["sampler"]
         assert "'a/0': [7, 1]" in answer["sampler"]
         assert answer["alone"] == 9

@@ -99,6 +99,8 @@ def test_a_system_that_is_drawn_and_empty_raises_by_name():
         resolve_task_schedule([Task("t", [3, SystemGroup([3, 0], "prob_uniform")])], num_steps=1)
     with pytest.raises(ValueError, match="systems must be a list, got 3"):
         SystemGroup(3)
+    with pytest.raises(ValueError, match=r"names\[1\] must be a string, got 3"):
+        SystemGroup([1, 2], names=["a", 3])
     with pytest.raises(ValueError, match="names must have one entry"):
         SystemGroup([3, 1], names=["left"])
 

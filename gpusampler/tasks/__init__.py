@@ -8,8 +8,9 @@ from gpusampler.tasks.adapters import System, array_systems, make_source, record
 from gpusampler.tasks.config import schedule_from_config
 from gpusampler.tasks.exact import nominal_epoch
 from gpusampler.tasks.expected import ExpectedVisits, expected_visits
+from gpusampler.tasks.iterate import TaskBatch
 from gpusampler.tasks.policies import POLICIES, POLICY_VERSION, resolve_task_schedule
-from gpusampler.tasks.sampler import MultiTaskBatchSampler, TaskBatch
+from gpusampler.tasks.sampler import MultiTaskBatchSampler
 from gpusampler.tasks.schedule import Drawn, TaskSchedule
 from gpusampler.tasks.source import EmptyTaskError, Source, Task
 from gpusampler.tasks.systems import SystemGroup, system_probabilities

@@ -136,6 +136,7 @@ def make_source(
     auto_prob: str = "prob_sys_size",
     sys_probs: Sequence[float] | None = None,
     name: str | None = None,
+    legacy_size: int | None = None,
 ) -> Source:
     """A source that draws among systems, each with a sampler over the frames that stay.
 
@@ -148,6 +149,7 @@ def make_source(
         auto_prob: Choice of systems, as in `SystemGroup`.
         sys_probs: Choice of systems, as in `SystemGroup`.
         name: What errors and reports call the source.
+        legacy_size: What the legacy policy counts; by default records that stay, or systems of arrays that keep frames.
 
     Raises:
         ParameterError: A value is out of range; on first use, a sampler or a probability cannot be had.
@@ -163,11 +165,11 @@ def make_source(
         check_int("max_length", max_length, minimum=1)
     workloads: list[int | Callable[[], Sized]] = []
     names: list[str] = []
-    legacy_size = 0
+    counted = 0
     for system in systems:
         kept = system.lengths if max_length is None else system.lengths[system.lengths <= max_length]
         workloads.append(partial(make_sampler, kept) if len(kept) else 0)
         names.append(f"system {system.name!r} with {len(kept)} frames")
-        legacy_size += len(kept) if system.is_records else min(len(kept), 1)
+        counted += len(kept) if system.is_records else min(len(kept), 1)
     group = SystemGroup(workloads, auto_prob, sys_probs, names=names)
-    return Source(group, prob, name=name, legacy_size=legacy_size)
+    return Source(group, prob, name=name, legacy_size=counted if legacy_size is None else legacy_size)

@@ -39,12 +39,12 @@ def gather(value: Any, process_group: ProcessGroup) -> list[Any]:
     return values
 
 
-def agreed(make: Callable[[], T], view: Callable[[T], Any], process_group: ProcessGroup) -> T:
+def agreed(make: Callable[[], T], view: Callable[[T], dict[str, Any]], process_group: ProcessGroup) -> T:
     """What `make` returns, if it succeeds on every rank and `view` of it is the same there.
 
     Args:
         make: Resolves something on this rank; no rank waits for one on which it raises.
-        view: What ranks must have in common.
+        view: What ranks must have in common, by field.
         process_group: The processes that must agree, as in `gather`.
 
     Raises:
@@ -59,10 +59,13 @@ def agreed(make: Callable[[], T], view: Callable[[T], Any], process_group: Proce
     for rank, (failure, _) in enumerate(answers):
         if failure is not None:
             raise ParameterError(f"rank {rank} cannot resolve the task schedule: {failure}")
+    first = answers[0][1]
     for rank, (_, other) in enumerate(answers):
-        if other != answers[0][1]:
+        if other != first:
+            differing = [key for key in first if first[key] != other.get(key)]
+            shown, others = ({key: table[key] for key in (*differing, *table)} for table in (first, other))
             raise ParameterError(
-                f"ranks resolve different task schedules: rank 0 has {quote(answers[0][1], _LIMIT)}, "
-                f"rank {rank} has {quote(other, _LIMIT)}"
+                f"ranks resolve different task schedules, by {', '.join(differing)}: "
+                f"rank 0 has {quote(shown, _LIMIT)}, rank {rank} has {quote(others, _LIMIT)}"
             )
     return made

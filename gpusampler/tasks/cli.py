@@ -83,7 +83,9 @@ def _as_json(schedule: TaskSchedule, steps: int | None, rows: list[ExpectedVisit
 def _as_text(schedule: TaskSchedule, steps: int | None, rows: list[ExpectedVisits]) -> str:
     table = [("task", "probability", "epoch steps", "visits", "+-", "nominal epochs", "+-")]
     for row in rows:
-        name = row.task if row.source is None else f"  {row.task}/{row.source}"
+        name = _printable(row.task)
+        if row.source is not None:
+            name = f"  {name}/{row.source if row.name is None else _printable(row.name)}"
         spread = row.stray / row.batches if row.batches else 0.0
         numbers = (f"{row.visits:.1f}", f"{row.stray:.1f}", f"{row.passes:.4g}", f"{spread:.2g}")
         table.append((name, f"{row.probability:.6f}", str(row.batches), *numbers))
@@ -96,6 +98,11 @@ def _as_text(schedule: TaskSchedule, steps: int | None, rows: list[ExpectedVisit
         figures = (text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True))
         lines.append("  ".join([line[0].ljust(widths[0]), *figures]))
     if schedule.excluded:
-        lines.append(f"excluded: {', '.join(schedule.excluded)}")
+        lines.append(f"excluded: {', '.join(map(_printable, schedule.excluded))}")
     lines.append(f"+- holds in {CONFIDENCE:.1%} of runs for independent draws, always for low-discrepancy task draws")
     return "\n".join(lines)
+
+
+def _printable(name: str) -> str:
+    """A name on one line of a terminal: quoted where it has line ends or control characters."""
+    return name if name.isprintable() else repr(name)

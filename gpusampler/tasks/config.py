@@ -146,6 +146,7 @@ def _sampled(systems: list[System], source: Mapping[str, Any]) -> Source:
         auto_prob=source.get("auto_prob", "prob_sys_size"),
         sys_probs=source.get("sys_probs"),
         name=source.get("name"),
+        legacy_size=source.get("legacy_size"),
     )
 
 

@@ -130,6 +130,10 @@ class LowDiscrepancyDraws:
     def counts(self, step: int) -> list[int]:
         """Draws of each entry before `step`."""
         periods, local = divmod(step, self._period)
+        if self._last[0] == step and self._step == local + 1:  # a step that is under way: drawn, and not behind
+            counts = list(self._counts)
+            counts[self._last[1]] -= 1
+            return [periods * weight + count for weight, count in zip(self._weights, counts, strict=True)]
         self._go_to(local)
         return [periods * weight + count for weight, count in zip(self._weights, self._counts, strict=True)]
 

@@ -111,7 +111,7 @@ def nominal_epoch(sizes: Sequence[int], probabilities: Sequence[Fraction], names
         names: How errors call each entry.
 
     Raises:
-        ParameterError: An entry is drawn and has no batches.
+        ParameterError: An entry is drawn and has no batches, or so rarely that no run could have an epoch.
 
     Example:
         >>> nominal_epoch([30, 10, 1000], [Fraction(3, 4), Fraction(1, 4), Fraction(0)], ["a", "b", "c"])
@@ -123,6 +123,11 @@ def nominal_epoch(sizes: Sequence[int], probabilities: Sequence[Fraction], names
             if size == 0:
                 raise ParameterError(f"{name} is drawn with probability {float(probability)} and has 0 batches")
             longest = max(longest, size / probability)
+            if longest > MAX_STEPS:
+                raise ParameterError(
+                    f"{name} has {size} batches at probability {float(probability)}: a nominal epoch must be at most "
+                    f"{MAX_STEPS} steps"
+                )
     return round_up(longest)
 
 

@@ -9,7 +9,7 @@ normal approximation does not. The low-discrepancy sequence strays by less than 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from gpusampler.errors import ParameterError, check_int
@@ -33,6 +33,7 @@ class ExpectedVisits:
         passes: Expected nominal epochs of the task, or passes over the source; 0 for a source that is never drawn.
         stray: Steps by which one run's visits can differ from `visits`: a sure bound for low-discrepancy draws of
             tasks, else one that holds in at least 999 of 1000 runs.
+        name: Name of the source, None where it has none and in the row of the task.
     """
 
     task: str
@@ -42,6 +43,7 @@ class ExpectedVisits:
     visits: float
     passes: float
     stray: float
+    name: str | None = None
 
 
 def stray(num_steps: int, probability: float) -> float:
@@ -79,7 +81,8 @@ def expected_visits(schedule: TaskSchedule, num_steps: int | None = None) -> lis
         rows.append(_row(task.name, None, share, schedule.epoch_lengths[task.name], steps, sure))
         if share > 0 and len(task.sources) > 1:
             for index, (size, p) in enumerate(zip(task.source_sizes, task.probabilities, strict=True)):
-                rows.append(_row(task.name, index, share * p, size, steps, sure=False))
+                row = _row(task.name, index, share * p, size, steps, sure=False)
+                rows.append(replace(row, name=task.sources[index].name))
     return rows
 
 

@@ -82,7 +82,7 @@ def resolve_task_schedule(
         )
         return _schedule(kept, excluded, name, weights, num_steps, check_int("seed", seed), draw)
 
-    return agreed(resolve, lambda schedule: schedule.table() | {"num_steps": schedule.num_steps}, process_group)
+    return agreed(resolve, TaskSchedule.compared, process_group)
 
 
 def _check_tasks(tasks: Iterable[Task] | Task) -> list[Task]:

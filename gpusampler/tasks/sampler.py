@@ -9,52 +9,20 @@ within an epoch each. Ranks compare schedules, lengths and accumulations once, i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 from gpusampler.handout import Consumer, Handout
 from gpusampler.tasks.agree import ProcessGroup, agreed
+from gpusampler.tasks.iterate import Place, TaskBatch, TaskBatches
 from gpusampler.tasks.place import check_place
 from gpusampler.tasks.reader import SamplerReader
 from gpusampler.tasks.schedule import Drawn, TaskSchedule
 from gpusampler.tasks.systems import SystemGroup
 
 STATE_FORMAT = 1
-
-
-class TaskBatch(tuple[str, list[int]]):
-    """The pair (task, indices), with where it comes from.
-
-    Attributes:
-        step: Global optimizer step.
-        source: Position of the source in the task; `indices` count within its data.
-        system: Position of the system in the source, None without systems; `indices` then count within its data.
-    """
-
-    step: int
-    source: int
-    system: int | None
-
-    def __new__(cls, task: str, indices: list[int], step: int, source: int, system: int | None) -> TaskBatch:
-        """Pair `task` with `indices`."""
-        batch = super().__new__(cls, (task, indices))
-        batch.step, batch.source, batch.system = step, source, system
-        return batch
-
-    @property
-    def task(self) -> str:
-        """Name of the task."""
-        return self[0]
-
-    @property
-    def indices(self) -> list[int]:
-        """One micro-batch of this rank."""
-        return self[1]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the attributes: loader workers get batches through a queue."""
-        return TaskBatch, (*self, self.step, self.source, self.system)
 
 
 class MultiTaskBatchSampler:
@@ -97,8 +65,9 @@ class MultiTaskBatchSampler:
         self._step = 0
         self._micro_batch = 0
         self._resumed = False
-        self._origin = (0, 0)
-        self._handout: Handout | None = None
+        self._iteration: TaskBatches | None = None
+        self._is_chosen = False
+        self._epoch_before_load = 0
         self._lengths: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -111,25 +80,12 @@ class MultiTaskBatchSampler:
             self._lengths[self.epoch] = sum(self._read_between(start, start + self.num_steps).values())
         return self._lengths[self.epoch]
 
-    def __iter__(self) -> Iterator[TaskBatch]:
-        """Micro-batches of this rank, from the start of the pass or from where a state was loaded."""
-        if not self._resumed:
-            self._go_to(self.epoch * self.num_steps)
-        self._resumed = False
-        self._origin = self._step, self._micro_batch
+    def __iter__(self) -> TaskBatches:
+        """Micro-batches of this rank, from the start of the pass or from where a state was loaded; its first item ends
+        an iteration that was begun before.
+        """
         consumer = Consumer(self)
-        self._handout = handout = Handout(0, consumer, skipped=consumer.skips or 0)
-        end = (self.epoch + 1) * self.num_steps
-        while self._step < end:
-            drawn = self.schedule.draw_at(self._step)
-            reader = self._readers[drawn]
-            task = self.schedule.tasks[drawn.task].name
-            batch = TaskBatch(task, reader.next(), self._step, drawn.source, drawn.system)
-            self._micro_batch += 1
-            if self._micro_batch == reader.grad_accum:
-                self._step, self._micro_batch = self._step + 1, 0
-            handout.handed += 1
-            yield batch
+        return TaskBatches(self, Handout(0, consumer, skipped=consumer.skips or 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass that the next iteration runs; the pass of a loaded state keeps its place, and choosing one
@@ -147,7 +103,7 @@ class MultiTaskBatchSampler:
                 warnings.warn(message, stacklevel=2)
             self.epoch = int(epoch)
             self._resumed = False
-            self._handout = None
+            self._is_chosen = True
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Place of the schedule and of every sampler, in plain types.
@@ -160,34 +116,18 @@ class MultiTaskBatchSampler:
         Raises:
             ParameterError: `consumed` is more than was handed out.
         """
-        start = self.epoch * self.num_steps
-        if not start <= self._step <= start + self.num_steps:
-            self._go_to(start)
-        step, micro_batch = self._step, self._micro_batch
+        here = self._here()
+        if self._is_chosen:  # and has not begun
+            here = Place(start := self.epoch * self.num_steps, 0, self.schedule.draws.counts(start))
         if consumed is not None:
-            step, micro_batch = self._place(start, 0, check_int("consumed", consumed, minimum=0))
-        elif self._handout is not None and self._handout.consumed < self._handout.handed:
-            step, micro_batch = self._place(*self._origin, self._handout.consumed)
-        if (step, micro_batch) > (self._step, self._micro_batch):
-            raise ParameterError(f"consumed must be at most what this pass handed out, got {consumed}")
-        read_ahead = self._read_between(step, self._step)
-        read, samplers = {}, {}
-        for drawn, reader in self._readers.items():
-            ahead = read_ahead[drawn] + self._partial(drawn, self._step, self._micro_batch)
-            ahead -= self._partial(drawn, step, micro_batch)
-            read[reader.label] = (reader.micro_batches - ahead) // reader.grad_accum
-            samplers[reader.label] = None if ahead else reader.sampler_state()
-        return {
-            "format": STATE_FORMAT,
-            **self.schedule.table(),
-            "num_steps": self.num_steps,
-            "epoch": self.epoch,
-            "step": step,
-            "micro_batch": micro_batch,
-            "draw_counts": self.schedule.draws.counts(step),
-            "read": read,
-            "samplers": samplers,
-        }
+            place = self._after(check_int("consumed", consumed, minimum=0))
+            if place[:2] > here[:2]:
+                raise ParameterError(f"consumed must be at most what this pass handed out, got {consumed}")
+        elif self._iteration is not None and not self._is_chosen and (unused := self._iteration.unused()):
+            return self._state(self.epoch, unused[0][0], Counter(drawn for _, drawn in unused))
+        else:
+            place = here
+        return self._state(self.epoch, place, self._read_since(place))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, with the samplers of a schedule that draws the same.
@@ -219,16 +159,71 @@ class MultiTaskBatchSampler:
             read = state["read"][reader.label] * reader.grad_accum + self._partial(drawn, step, micro_batch)
             reader.seek(read, state["samplers"][reader.label])
         self._step, self._micro_batch = step, micro_batch
+        self._epoch_before_load = self.epoch
         self.epoch = step // self.num_steps - (pass_ended and step % self.num_steps == 0)
         self._resumed = True
-        self._handout = None
+        self._is_chosen = False
+        self._iteration = None
 
-    def _place(self, step: int, micro_batch: int, count: int) -> tuple[int, int]:
-        """Step, and micro-batch in it, `count` micro-batches after a place."""
-        count += micro_batch
+    def _begin(self, iteration: TaskBatches) -> int:
+        """Let `iteration`, and no other, read on from here or from the start of the pass, which is returned."""
+        if not self._resumed:
+            self._go_to(self.epoch * self.num_steps)
+        self._resumed, self._is_chosen = False, False
+        self._iteration = iteration
+        return self.epoch
+
+    def _here(self) -> Place:
+        """Where the samplers are."""
+        return Place(self._step, self._micro_batch, self.schedule.draws.counts(self._step))
+
+    def _read(self) -> tuple[TaskBatch, Drawn]:
+        """The micro-batch at this place, and where it comes from."""
+        drawn = self.schedule.draw_at(self._step)
+        reader = self._readers[drawn]
+        task = self.schedule.tasks[drawn.task].name
+        batch = TaskBatch(task, reader.next(), self._step, drawn.source, drawn.system)
+        self._micro_batch += 1
+        if self._micro_batch == reader.grad_accum:
+            self._step, self._micro_batch = self._step + 1, 0
+        return batch, drawn
+
+    def _state(self, epoch: int, place: Place, ahead: Mapping[Drawn, int]) -> dict[str, Any]:
+        """State at `place`, beyond which `ahead` micro-batches of each sampler have been read."""
+        read, samplers = {}, {}
+        for drawn, reader in self._readers.items():
+            more = ahead.get(drawn, 0)
+            read[reader.label] = (reader.micro_batches - more) // reader.grad_accum
+            samplers[reader.label] = None if more else reader.sampler_state()
+        return {
+            "format": STATE_FORMAT,
+            **self.schedule.table(),
+            "num_steps": self.num_steps,
+            "epoch": epoch,
+            "step": place.step,
+            "micro_batch": place.micro_batch,
+            "draw_counts": place.draw_counts,
+            "read": read,
+            "samplers": samplers,
+        }
+
+    def _after(self, count: int) -> Place:
+        """The place `count` micro-batches after the start of the pass."""
+        step = self.epoch * self.num_steps
         while count and count >= (size := self._readers[self.schedule.draw_at(step)].grad_accum):
             step, count = step + 1, count - size
-        return step, count
+        return Place(step, count, self.schedule.draws.counts(step))
+
+    def _read_since(self, place: Place) -> dict[Drawn, int]:
+        """Micro-batches of each sampler from `place` to here, negative where `place` lies ahead."""
+        sign = 1 if place.step <= self._step else -1
+        read = self._read_between(min(place.step, self._step), max(place.step, self._step))
+        return {
+            drawn: sign * count
+            + self._partial(drawn, self._step, self._micro_batch)
+            - self._partial(drawn, place.step, place.micro_batch)
+            for drawn, count in read.items()
+        }
 
     def _partial(self, drawn: Drawn, step: int, micro_batch: int) -> int:
         """Micro-batches that an unfinished step has read of one sampler."""
@@ -283,4 +278,4 @@ def _readers(schedule: TaskSchedule) -> dict[Drawn, SamplerReader]:
 def _view(schedule: TaskSchedule, readers: Mapping[Drawn, SamplerReader]) -> dict[str, Any]:
     """What ranks must have in common."""
     shapes = {reader.label: [reader.length, reader.grad_accum] for reader in readers.values()}
-    return {**schedule.table(), "num_steps": schedule.num_steps, "samplers": shapes}
+    return {**schedule.compared(), "samplers": shapes}

@@ -98,6 +98,18 @@ class TaskSchedule:
             "sources": {task.name: self._source_table(task) for task in self.tasks},
         }
 
+    def compared(self) -> dict[str, Any]:
+        """What ranks compare: the table, the budget, and the names, of which the positions that are drawn stand for."""
+        names = {task.name: self._source_names(task) for task in self.tasks}
+        return {**self.table(), "num_steps": self.num_steps, "names": names}
+
+    def _source_names(self, task: Task) -> list[Any]:
+        rows: list[Any] = [source.name for source in task.sources]
+        for index, source in enumerate(task.sources if self.exact[task.name] else ()):
+            if source.prob != 0 and isinstance(source.workload, SystemGroup):
+                rows[index] = [rows[index], list(source.workload.names)]
+        return rows
+
     def _source_table(self, task: Task) -> list[Any]:
         if not self.exact[task.name]:
             return []

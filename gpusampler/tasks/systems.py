@@ -157,7 +157,9 @@ class SystemGroup:
         self.names = tuple([f"system {i}" for i in range(number)] if names is None else as_list("names", names))
         if len(self.names) != number:
             raise ParameterError(f"names must have one entry for each of {number} systems, got {len(self.names)}")
-        for system, name in zip(self._systems, self.names, strict=True):
+        for index, (system, name) in enumerate(zip(self._systems, self.names, strict=True)):
+            if not isinstance(name, str):
+                raise ParameterTypeError(f"names[{index}] must be a string, got {quote(name)}")
             check_batches(system, name)
         self.grad_accum_of_systems = None if grad_accum is None else check_int("grad_accum", grad_accum, minimum=1)
         self._auto_prob = auto_prob
