@@ -29,6 +29,7 @@ CANNOT_BE_TOLD = 1e4  # condition of the scaled design above which t0 and b trad
 _LEAST_SPAN = 1.5  # longest over shortest length
 _MOST_QUADRATIC = 1e3  # alpha times the shortest length: the linear part is then 0.1 % of the time at most
 _LEAST, _MOST = 1e-15, 1e18  # of any measured value: squares stay within float64
+_LEAST_GROWTH = 1e-6  # share of the largest record's time; of rounding it is less
 _NO_FIT = 0.5  # relative error of a fit that says nothing
 _MOST_ROWS = 24
 _MEASURE = "time a few steps of at least 4 shapes: few and many samples, at lengths from short to the longest you train"
@@ -200,13 +201,20 @@ def check_records(records: Any, names: tuple[str, ...], whole: int) -> Floats:
     """
     what = f"records must be [n, {len(names)}] numbers ({', '.join(names)})"
     if isinstance(records, torch.Tensor):
+        if records.layout != torch.strided or records.is_meta:
+            raise ParameterTypeError(f"records must be a dense tensor with values, got {quote(records)}")
         records = records.detach().cpu().to(torch.float64).numpy()
     elif isinstance(records, (str, bytes)) or not isinstance(records, Iterable):
         raise ParameterTypeError(f"{what}, got {quote(records)}")
     rows = records if isinstance(records, np.ndarray) else list(records)
     try:
-        table = np.array(rows, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+        values = np.ma.filled(rows, np.nan) if isinstance(rows, np.ma.MaskedArray) else np.asarray(rows)
+        if values.size and values.dtype.kind not in "iufO":
+            raise ParameterTypeError(f"{what}: of numbers, got values of {values.dtype.type.__name__}")
+        table = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ParameterError):
+            raise
         raise ParameterError(f"{what}, got {quote(rows)}: {error}") from error
     if table.ndim != 2 or table.shape[1] != len(names):
         if table.size == 0:
@@ -241,11 +249,12 @@ def _calibration(table: Floats, fit: LinearFit, wide: LinearFit, intercept_told:
     """Turn coefficients into token units; intervals are those of `wide`, widened to hold the values of `fit`."""
     shortest = float(table[:, 1].min())
     start, linear, quadratic = _coefficients(fit, shortest)
-    if linear + quadratic == 0.0 or fit.sigma > _NO_FIT:
+    if fit.sigma > _NO_FIT:
         raise ParameterError(
-            "records must have times that grow with samples * length, the best fit is off by "
-            f"{fit.sigma:.0%}: {_MEASURE}"
+            "records must have times that grow with samples * length, of one model on one machine, most of them "
+            f"undisturbed; the best fit is off by {fit.sigma:.0%}: {_MEASURE}"
         )
+    _check_growth(table, fit)
     if linear <= quadratic * shortest / _MOST_QUADRATIC:
         notes.append("the cost of a token is not told from 0: time grows with the squared length alone")
     around = _coefficients(wide, shortest)
@@ -284,6 +293,20 @@ def _calibration(table: Floats, fit: LinearFit, wide: LinearFit, intercept_told:
         kept=fit.kept,
         notes=tuple(notes),
     )
+
+
+def _check_growth(table: Floats, fit: LinearFit) -> None:
+    """Refuse times that are those of empty micro-batches, as far as they can be told from noise."""
+    samples, length, seconds = table.T
+    parts = np.stack([samples * length, samples * length**2], axis=1) / seconds[:, None]
+    shares = parts @ fit.coefficients[-2:]
+    most = int(shares.argmax())
+    error = float(np.sqrt(parts[most] @ fit.covariance[-2:, -2:] @ parts[most]))
+    if shares[most] < max(_LEAST_GROWTH, fit.quantile() * error):
+        raise ParameterError(
+            f"records must have times that grow with samples * length: {shares[most]:.2%} of a time is all that does, "
+            f"give or take {error:.2%}: {_MEASURE}"
+        )
 
 
 def _coefficients(fit: LinearFit, shortest: float) -> tuple[float, float, float]:

@@ -22,6 +22,7 @@ LENGTH = ("length", "padded_length", "seq_len", "max_length")
 SECONDS = ("seconds", "micro_step_s", "time", "time_s")
 TOKENS = ("tokens", "padded_tokens")
 BYTES = ("bytes", "peak_bytes", "allocated", "peak")
+_KINDS = (".csv", ".tsv", ".jsonl", ".json", ".npy")
 
 
 def read_records(
@@ -45,7 +46,10 @@ def read_records(
     if not rows or not isinstance(rows[0], Mapping):
         if where:
             raise ParameterError(f"{path} has no names of columns to select rows by")
-        return [list(map(_number, row)) for row in rows]
+        return [_numbers(path, i, row) for i, row in enumerate(rows)]
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ParameterError(f"{path}, record {i}: it must have names of columns as record 0 has, got {quote(row)}")
     for name, wanted in (where or {}).items():
         if name not in rows[0]:
             raise ParameterError(f"{path} has no column {name!r}, it has {quote(list(rows[0]), 200)}")
@@ -53,20 +57,23 @@ def read_records(
         if not rows:
             raise ParameterError(f"{path} has no rows with {name}={wanted}")
     names = _choose(path, list(rows[0]), layouts)
-    found = []
     for i, row in enumerate(rows):
-        try:
-            found.append([_number(row[name]) for name in names])
-        except (KeyError, ParameterError) as error:
-            raise ParameterError(f"{path}, record {i}: {error}") from error
-    return found
+        for name in names:
+            if name not in row:
+                raise ParameterError(f"{path}, record {i}: it has no {name!r}, got {quote(row)}")
+    return [_numbers(path, i, [row[name] for name in names]) for i, row in enumerate(rows)]
 
 
 def _read(path: Path) -> list[Any]:
     kind = path.suffix.lower()
+    if kind not in _KINDS:
+        raise ParameterError(f"{path} must end in {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
     try:
         if kind == ".npy":
-            return list(np.load(path, allow_pickle=False).tolist())
+            table = np.load(path, allow_pickle=False)
+            if table.ndim != 2:
+                raise ParameterError(f"its array must be [n, columns], it has the shape {table.shape}")
+            return list(table.tolist())
         text = path.read_text(encoding="utf-8-sig")
         if kind == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -75,24 +82,30 @@ def _read(path: Path) -> list[Any]:
             if isinstance(found, Mapping):
                 found = found.get("peaks", found.get("records"))
             if not isinstance(found, list):
-                raise ParameterError(f"{path} must hold a list of records")
+                raise ParameterError("it must hold a list of records")
             return found
-        if kind in (".csv", ".tsv"):
-            return _read_table(text, "\t" if kind == ".tsv" else ",")
-    except (OSError, ValueError) as error:
+        return _read_table(text, "\t" if kind == ".tsv" else ",")
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise ParameterError(f"{path} cannot be read: {error}") from error
-    raise ParameterError(f"{path} must end in .csv, .tsv, .jsonl, .json or .npy")
 
 
 def _read_table(text: str, delimiter: str) -> list[Any]:
-    rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
+    lines = csv.reader(text.splitlines(), delimiter=delimiter)
+    rows = [[cell.strip() for cell in row] for row in lines if row]
     if not rows:
         return []
     try:
         float(rows[0][0])
     except ValueError:
-        return [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
-    return rows
+        names = rows[0]
+    else:
+        return rows
+    if len(set(names)) < len(names):
+        raise ParameterError(f"two of its columns have one name: {quote(names, 200)}") from None
+    for i, row in enumerate(rows[1:]):
+        if len(row) != len(names):
+            raise ParameterError(f"record {i} has {len(row)} cells, and there are {len(names)} columns: {quote(row)}")
+    return [dict(zip(names, row, strict=True)) for row in rows[1:]]
 
 
 def _choose(path: Path, names: list[str], layouts: Sequence[Sequence[Sequence[str]]]) -> list[str]:
@@ -104,8 +117,15 @@ def _choose(path: Path, names: list[str], layouts: Sequence[Sequence[Sequence[st
     raise ParameterError(f"{path} must have the columns {wanted}, it has {quote(names, 200)}")
 
 
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ParameterError(f"{quote(value)} is not a number") from error
+def _numbers(path: Path, place: int, row: Any) -> list[float]:
+    if not isinstance(row, list):
+        raise ParameterError(f"{path}, record {place}: it must be a list of numbers, got {quote(row)}")
+    found = []
+    for value in row:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            found.append(float(value))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ParameterError(f"{path}, record {place}: {quote(value)} is not a number") from error
+    return found

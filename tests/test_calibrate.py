@@ -164,17 +164,38 @@ def test_times_without_a_linear_or_a_quadratic_part_give_a_usable_model() -> Non
         ([], r"must be \[n, 3\] numbers \(samples, length, seconds\), got none"),
         ([(1, 2)] * 4, r"got shape \(4, 2\)"),
         ([(1, 2, 3.0), (1, 2)], "got"),
-        ([(1, 2, "x")] * 4, "could not convert"),
+        ([(1, 2, "x")] * 4, "of numbers, got values of str"),
         ([(8, 512, 1.0), (8, 0, 1.0)], r"records\[1, 1\] \(length\) must be a whole number of at least 1, got 0.0"),
         ([(1.5, 512, 1.0)], r"records\[0, 0\] \(samples\) must be a whole number of at least 1, got 1.5"),
         ([(8, 512, math.nan)], r"records\[0, 2\] \(seconds\) must be a number from 1e-15 to 1e\+18, got nan"),
         ([(8, 512, -1.0)], r"records\[0, 2\].* got -1.0"),
         ([(8, 512, math.inf)], r"records\[0, 2\].* got inf"),
+        ([(8, 512, 10**400)], "too large to convert"),
+        ([("8", "512", "1.0")] * 4, "of numbers, got values of str"),
+        (np.ones((4, 3), dtype=complex), "of numbers, got values of complex128"),
+        (np.ones((4, 3), dtype=bool), "of numbers, got values of bool"),
+        (np.zeros((4, 3), dtype="M8[s]"), "of numbers, got values of datetime64"),
+        (np.ma.masked_array(np.ones((4, 3)), mask=np.eye(4, 3)), r"records\[0, 0\] .* got nan"),
+        (torch.ones(4, 3).to_sparse(), "must be a dense tensor with values"),
+        (torch.ones(4, 3, device="meta"), "must be a dense tensor with values"),
     ],
 )
 def test_bad_records_are_refused_with_index_and_value(records: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         fit_cost(records)
+
+
+@pytest.mark.parametrize(("noise", "intercept"), [(0.0, None), (0.02, None), (0.02, True), (0.3, None)])
+def test_times_that_do_not_grow_are_refused(noise: float, intercept: bool | None) -> None:
+    random = np.random.default_rng(0)
+    equal = [(n, length, 1.0 + noise * random.random()) for n, length, _ in times(1e-4, 0.0, 1e-5) * 4]
+    with pytest.raises(ParameterError, match="times that grow with samples"):
+        fit_cost(equal, intercept=intercept)
+
+
+def test_records_of_several_machines_are_told_from_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ParameterError, match="of one model on one machine"):
+        run("calibrate", str(DATA / "measured_steps.csv"))
 
 
 @pytest.mark.parametrize("records", ["file.csv", None, 7])
@@ -319,7 +340,19 @@ def test_formats_of_records(suffix: str, named: bool, tmp_path: Path, capsys: py
         ("a.json", "{", "cannot be read"),
         ("a.jsonl", "[1, 2, 3]\n{", "cannot be read"),
         ("a.npy", "no array", "cannot be read"),
-        ("a.csv", "samples,length,seconds\n1,2,3\n4\n", "record 1: 'length'"),
+        ("a.csv", "samples,length,seconds\n1,2,3\n4\n", "record 1 has 1 cells, and there are 3 columns: .'4'."),
+        ("a.csv", "samples,length,seconds\n1,2,3,4\n", "record 0 has 4 cells"),
+        ("a.csv", "samples,length,seconds,length\n1,2,3,4\n", "two of its columns have one name"),
+        ("a.csv", f"samples,length,seconds\n1,2,{'9' * 200_000}\n", "cannot be read: field larger than"),
+        ("a.csv.gz", "\x1f", "must end in .csv, .tsv, .jsonl, .json or .npy"),
+        ("a.json", "[1, 2, 3]", "record 0: it must be a list of numbers, got 1"),
+        ("a.json", "[[1, 2, 3], 4]", "record 1: it must be a list of numbers, got 4"),
+        ("a.json", "[[1, 2, [3]]]", r"record 0: \[3\] is not a number"),
+        ("a.json", "[[1, 2, true]]", "record 0: True is not a number"),
+        ("a.json", f"[[1, 2, 1{'0' * 400}]]", "record 0: 10+\\.\\.\\. is not a number"),
+        ("a.json", "[" * 100_000, "cannot be read: maximum recursion"),
+        ("a.json", '[{"samples": 1, "length": 2, "seconds": 3}, 5]', "record 1: it must have names of columns"),
+        ("a.json", '[{"samples": 1, "length": 2, "seconds": 3}, {}]', "record 1: it has no 'samples'"),
     ],
 )
 def test_bad_files(name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -327,6 +360,24 @@ def test_bad_files(name: str, text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ParameterError, match=message):
         run("calibrate", str(path))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2)])
+def test_arrays_of_another_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.ones(shape))
+    with pytest.raises(ParameterError, match=r"its array must be \[n, columns\], it has the shape"):
+        run("calibrate", str(tmp_path / "a.npy"))
+
+
+def test_spaces_and_other_line_ends_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.csv"
+    lines = [
+        "\ufeffsamples, length , seconds",
+        *(f" {n}, {length}, {took} " for n, length, took in times(1e-4, 0.0, 1e-5)),
+    ]
+    path.write_bytes("\r\n".join(lines).encode())
+    assert run("calibrate", str(path), "--no-intercept", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["alpha"]["value"] == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize(
