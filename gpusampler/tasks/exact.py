@@ -9,6 +9,7 @@ it is O(number of entries) in Python integers.
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
@@ -38,6 +39,8 @@ def exact_float(name: str, value: Any, minimum: float | None = None) -> Fraction
         True
     """
     number = check_float(name, value, minimum)
+    if isinstance(value, numbers.Rational):
+        return Fraction(int(value.numerator), int(value.denominator))
     return Fraction(float(str(value)) if isinstance(value, (np.float32, np.float16)) else number)
 
 

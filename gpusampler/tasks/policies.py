@@ -13,8 +13,10 @@ exact rationals; resolving is O(tasks + sources).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any, TypeAlias
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_choice, check_int, quote
 from gpusampler.tasks.agree import ProcessGroup, agreed
@@ -23,8 +25,10 @@ from gpusampler.tasks.exact import MAX_STEPS, as_floats, exact_float, normalise,
 from gpusampler.tasks.schedule import TaskSchedule
 from gpusampler.tasks.source import Task
 
+Weight: TypeAlias = "float | Fraction | str"
 POLICIES = ("legacy", "epoch")
 POLICY_VERSION = 1
+_FRACTION = re.compile(r"[0-9]{1,4000}(/0*[1-9][0-9]{0,3999})?")
 # Weights whose float sum is 1.0 are shown as they were given; dividing by the exact sum would move last digits.
 _FLOAT_SLACK = Fraction(1, 2**53)
 
@@ -33,8 +37,8 @@ def resolve_task_schedule(
     tasks: Iterable[Task] | Task,
     policy: str | None = "legacy",
     num_steps: int | None = None,
-    model_prob: Mapping[str, float] | None = None,
-    num_epoch_dict: Mapping[str, float] | None = None,
+    model_prob: Mapping[str, Weight] | None = None,
+    num_epoch_dict: Mapping[str, Weight] | None = None,
     seed: int = 0,
     *,
     draw: str = "iid",
@@ -49,7 +53,8 @@ def resolve_task_schedule(
         policy: "legacy" (also None) or "epoch"; `model_prob` and `num_epoch_dict`, where given, take its place.
         num_steps: Budget of optimizer steps; may stay open (None) while nothing iterates over it. Not with
             `num_epoch_dict`.
-        model_prob: Weight of every task, at least 0; normalised. A task of weight 0 is never drawn.
+        model_prob: Weight of every task, at least 0; normalised. A task of weight 0 is never drawn. Also fractions,
+            as text too: what a report says of another policy.
         num_epoch_dict: Nominal epochs of every task, above 0, fractions allowed. Not with `num_steps` or `model_prob`.
         seed: Seed of all draws.
         draw: "iid" for independent draws; "low_discrepancy" for counts within one step of their expectation at every
@@ -125,8 +130,8 @@ def _weights(
     excluded: Sequence[str],
     policy: str,
     num_steps: int | None,
-    model_prob: Mapping[str, float] | None,
-    num_epoch_dict: Mapping[str, float] | None,
+    model_prob: Mapping[str, Weight] | None,
+    num_epoch_dict: Mapping[str, Weight] | None,
 ) -> tuple[str, list[Fraction]]:
     """Name of what decides, and a weight for each task; nominal epochs for "num_epoch_dict"."""
     check_choice("policy", policy, POLICIES)
@@ -156,7 +161,7 @@ def _weights(
     return policy, [Fraction(task.legacy_size if policy == "legacy" else task.epoch_length) for task in tasks]
 
 
-def _values(what: str, values: Mapping[str, float], tasks: list[Task], excluded: Sequence[str]) -> list[Fraction]:
+def _values(what: str, values: Mapping[str, Weight], tasks: list[Task], excluded: Sequence[str]) -> list[Fraction]:
     if not isinstance(values, Mapping):
         raise ParameterTypeError(f"{what} must map task names to numbers, got {quote(values)}")
     names = [task.name for task in tasks]
@@ -164,8 +169,15 @@ def _values(what: str, values: Mapping[str, float], tasks: list[Task], excluded:
     missing = [name for name in names if name not in values]
     if unknown or missing:
         raise ParameterError(f"{what} must name every task: unknown {unknown}, missing {missing}; tasks are {names}")
-    exact = {name: exact_float(f"{what}[{name!r}]", value, minimum=0.0) for name, value in values.items()}
+    exact = {name: _number(f"{what}[{name!r}]", value) for name, value in values.items()}
     return [exact[name] for name in names]
+
+
+def _number(what: str, value: Any) -> Fraction:
+    """A number, or a fraction as tables and reports write it."""
+    if isinstance(value, str) and _FRACTION.fullmatch(value):
+        return Fraction(value)
+    return exact_float(what, value, minimum=0.0)
 
 
 def _schedule(
