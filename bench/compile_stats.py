@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from gpusampler.kernels import launch
 from gpusampler.kernels.catalog import Variant, variants
+from gpusampler.kernels.jit import FLAGS
 
 TABLE = Path(__file__).parent / "results" / "compile_stats.csv"
 CHIPS = tuple(launch.SHARED_BYTES)
@@ -48,15 +49,20 @@ class Stats(NamedTuple):
     code_bytes: int
 
 
-def compile_variant(variant: Variant, chip: int) -> tuple[Stats, str]:
-    """Compile for one chip; returns its figures and its PTX."""
+def compile_ahead(variant: Variant, chip: int) -> Any:
+    """What `triton.compile` makes of a variant for one chip."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     source = ASTSource(variant.function, variant.signature, variant.constants)
-    options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    options = {"num_warps": variant.num_warps, **FLAGS}
+    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+
+
+def compile_variant(variant: Variant, chip: int) -> tuple[Stats, str]:
+    """Compile for one chip; returns its figures and its PTX."""
+    compiled = compile_ahead(variant, chip)
     usage, code = read_cubin(compiled.asm["cubin"])
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", code, re.M))
     figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}

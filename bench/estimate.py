@@ -1,44 +1,78 @@
 """Times of the kernels on a GPU that is not there, from the compiled code. Estimates: nothing here was measured.
 
-Latency of one row: the instructions of a kernel's hot loop, each at the cycles below as if all waited for one another,
-times the steps that a plan takes, plus the rest of the kernel once, plus a launch in a CUDA graph. Throughput of many
-rows: instructions issued by all warps, at half of the peak rate of an H200. Both leave out memory beyond the
-first-level cache: a row of 4096 samples is 115 KB.
+Latency of one row: the assembler writes into every instruction how long to stall and which results to wait for, so a
+warp's walk through the code can be followed cycle by cycle, given how long loads and other operations of no fixed
+latency take (`CYCLES`). The hot loop of a kernel, its largest innermost one, is followed until its turns take the same
+time, and counted as often as a plan takes it; the rest counts once; a launch in a CUDA graph is added. Where the warps
+of a program fill a scheduler, its issue slots are the limit instead. Throughput of many rows: instructions issued by
+all warps at half of the peak rate of an H200. Memory beyond the first-level cache is left out: a row of 4096 samples
+is 115 KB.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
-from bench.compile_stats import read_cubin
+from bench.compile_stats import compile_ahead, read_cubin
 from gpusampler.kernels import launch, spec
 from gpusampler.kernels.catalog import Variant, variants
 from gpusampler.kernels.sort import key_bits
+from gpusampler.kernels.waste import digits
 
 CHIP = 90
 CLOCK_GHZ = 1.98
 MULTIPROCESSORS = 132
-ISSUE_A_CLOCK = 4 * 0.5
+SCHEDULERS = 4
+ISSUE_A_CLOCK = SCHEDULERS * 0.5
 LAUNCH_MICROSECONDS = 1.5
-MAX_LENGTH = 131072
+LONGEST = 131072
 """Longest length allowed in the rows that are estimated."""
-TURNS = 4
-"""Turns of the min-max and equal-waste searches, an assumption, not a count."""
-CYCLES = {"LDG": 38, "LDS": 30, "SHFL": 24, "BAR": 24, "F2I": 20, "I2F": 20, "DMUL": 16, "CALL": 150}
-OTHER_CYCLES = 4.5
+CYCLES = {"LDG": 38, "LDS": 30, "SHFL": 24, "BAR": 24, "F2I": 20, "I2F": 20, "DMUL": 16, "MUFU": 24, "CALL": 150}
+"""Cycles of operations that are waited for; loads that hit the first-level cache."""
+OTHER_CYCLES = 20
+_NO_BARRIER = 7
+_STEADY = 4
+
+
+class Instruction(NamedTuple):
+    """One instruction, with what its control bits say."""
+
+    address: int
+    name: str
+    target: int | None
+    stall: int
+    writes: int
+    reads: int
+    waits: int
 
 
 class Code(NamedTuple):
-    """Instructions of a kernel by opcode: those of its hot loop, the largest innermost one, and the others."""
+    """Instructions of a kernel: those of its hot loop, and the others."""
 
-    loop: Counter[str]
-    rest: Counter[str]
+    loop: tuple[Instruction, ...]
+    rest: tuple[Instruction, ...]
+
+
+class Step(NamedTuple):
+    """A kernel of a plan.
+
+    Attributes:
+        variant: of the kernel.
+        launches: in one plan.
+        programs: of one row and launch.
+        steps: turns of the hot loop, a launch.
+    """
+
+    variant: Variant
+    launches: int
+    programs: int
+    steps: int
 
 
 class Estimate(NamedTuple):
-    """One kernel of a plan."""
+    """What one kernel takes of a plan."""
 
     kernel: str
     launches: int
@@ -50,86 +84,124 @@ class Estimate(NamedTuple):
     """Issue time of one row when all multiprocessors are busy."""
 
 
+_LINE = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)[. ;]([^;]*);?\s*"
+    r"/\* 0x[0-9a-f]{16} \*/\s*/\* 0x([0-9a-f]{16}) \*/"
+)
+
+
 def read_code(sass: str) -> Code:
-    """Split a disassembly at its loops, found by branches backwards."""
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)[. ;]([^;]*)", sass)
-    code = [(int(address, 16), name, text) for address, name, text in lines]
-    loops = []
-    for address, name, text in code:
-        target = re.search(r"0x([0-9a-f]+)", text) if name == "BRA" else None
-        if target and int(target[1], 16) < address:
-            loops.append((int(target[1], 16), address))
+    """Split a disassembly at its loops, found by branches backwards.
+
+    The control bits of an instruction are the 21 above bit 105: 4 of stalls, 1 of no use here, 3 and 3 for the barrier
+    that its result and its operands hold, 6 for the barriers that it waits for.
+    """
+    code = []
+    for address, name, text, high in _LINE.findall(sass):
+        control = int(high, 16) >> 41
+        jump = re.search(r"0x([0-9a-f]+)", text) if name == "BRA" else None
+        barriers = (control >> 5 & 7, control >> 8 & 7, control >> 11 & 63)
+        code.append(Instruction(int(address, 16), name, int(jump[1], 16) if jump else None, control & 15, *barriers))
+    loops = [(each.target, each.address) for each in code if each.target is not None and each.target < each.address]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     first, last = max(inner, key=lambda loop: loop[1] - loop[0], default=(-1, -1))
-    loop = Counter(name for address, name, _ in code if first <= address <= last)
-    rest = Counter(name for address, name, _ in code if not first <= address <= last)
-    return Code(loop, rest)
+    inside = [first <= each.address <= last for each in code]
+    return Code(
+        tuple(each for each, within in zip(code, inside, strict=True) if within),
+        tuple(each for each, within in zip(code, inside, strict=True) if not within),
+    )
 
 
-def _cycles(counts: Counter[str]) -> float:
-    return sum(number * CYCLES.get(name, OTHER_CYCLES) for name, number in counts.items())
+def cycles(code: tuple[Instruction, ...], turns: int, warps: int) -> float:
+    """Cycles that a warp takes for `turns` runs through the code; those after the first few take equally long."""
+    ready = [0] * 6
+    now, ends = 0, []
+    for _ in range(min(turns, _STEADY)):
+        for each in code:
+            now = max([now, *(ready[barrier] for barrier in range(6) if each.waits >> barrier & 1)])
+            latency = CYCLES.get(each.name, OTHER_CYCLES)
+            for barrier in {each.writes, each.reads} - {_NO_BARRIER}:
+                ready[barrier] = max(ready[barrier], now + latency)
+            now += max(1, each.stall)
+        ends.append(now)
+    if not ends:
+        return 0.0
+    steady = ends[-1] - ends[-2] if turns > _STEADY else 0
+    issue = len(code) * turns * max(1.0, warps / SCHEDULERS)
+    return max(float(ends[-1] + (turns - len(ends)) * steady), issue)
 
 
-def _compile(variant: Variant) -> Code:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(variant.function, variant.signature, variant.constants)
-    options: dict[str, Any] = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", CHIP, 32), options=options)
-    return read_code(read_cubin(compiled.asm["cubin"])[1])
+@cache
+def _code(kernel: str, label: str) -> Code:
+    variant = next(each for each in variants(CHIP) if (each.name, each.label) == (kernel, label))
+    return read_code(read_cubin(compile_ahead(variant, CHIP).asm["cubin"])[1])
 
 
-def _stages(size: int) -> int:
+def _exchanges(size: int) -> int:
     bits = max(6, (size - 1).bit_length())
     return bits * (bits + 1) // 2
 
 
-def estimate(size: int, dp_size: int, slots: int) -> list[Estimate]:
-    """Every kernel that plans a row of `size` samples for ranks that meet in every slot."""
+def plan_steps(size: int, dp_size: int, slots: int, min_max_turns: int, waste_turns: int) -> list[Step]:
+    """Every kernel that plans a row of `size` samples for ranks that meet in every slot.
+
+    Args:
+        size: samples, B; at most 16384.
+        dp_size: ranks, D.
+        slots: accumulation slots, G.
+        min_max_turns: turns of the min-max search.
+        waste_turns: turns of the equal-waste search.
+    """
     groups = dp_size * slots
     many = slots > 2 and groups <= spec.SMALL_K
     lanes = (spec.MANY_CANDIDATES if many else spec.CANDIDATES) * len(spec.TARGETS)
     walk = launch.walk_shape(slots)
-    digits = ((size - groups).bit_length() + 3) // 4
     turns = -(-size // launch.COSTS.block)
-    packed = key_bits(size, MAX_LENGTH) < 31
-    sort = launch.sort_shape(size, 4 if packed else 8, launch.SHARED_BYTES[CHIP])
     block = launch.group_shape(groups).block
     ranks = (dp_size - 1).bit_length()
-    # kernel, what tells its variant, launches, programs of a row, steps of the hot loop a launch
-    plan: list[tuple[str, dict[str, int], int, int, int]] = [
-        ("costs", {"CUSTOM": 0}, 1, 1, turns),
-        ("min_max", {}, 1, 1, TURNS * groups),
-        ("deal", {"BLOCK": block}, 1, 1, _stages(groups) + slots * ranks * (ranks + 1) // 2),
-        ("places", {"BLOCK": block}, 1, 1, 1),
-        ("copy", {}, 1, groups, 1),
+    packed = key_bits(size, LONGEST) < 31
+    sort = launch.sort_shape(size, 4 if packed else 8, launch.SHARED_BYTES[CHIP])
+    if sort is None:
+        raise ValueError(f"size must be one that a program sorts, got {size}")
+    plan = [
+        _step("sort_rows", {"PACKED": packed, "BLOCK": sort.block}, 1, 1, _exchanges(size)),
+        _step("costs", {"CUSTOM": False}, 1, 1, turns),
+        _step("min_max", {}, 1, 1, min_max_turns * groups),
+        _step("deal", {"BLOCK": block}, 1, 1, _exchanges(groups) + slots * ranks * (ranks + 1) // 2),
+        _step("places", {"BLOCK": block}, 1, 1, 1),
+        _step("copy", {}, 1, groups, 1),
     ]
-    if sort is not None:
-        plan.insert(0, ("sort_rows", {"PACKED": packed, "BLOCK": sort.block}, 1, 1, _stages(size)))
     if slots > 1:
         plan[3:3] = [
-            ("limit", {}, 1, turns, 1),
-            ("waste", {}, 1, len(spec.WASTE_CAPS), TURNS * groups * digits),
-            ("start", {"BLOCK": block}, 1, 1, (1 + len(spec.WASTE_CAPS)) * _stages(groups)),
-            ("walk", {"SLOTS": walk.slots}, spec.ROUNDS, -(-lanes // walk.lanes), groups),
-            ("settle", {"BLOCK": block}, spec.ROUNDS, 1, _stages(groups)),
+            _step("limit", {}, 1, turns, 1),
+            _step("waste", {}, 1, len(spec.WASTE_CAPS), waste_turns * groups * digits(size, groups)),
+            _step("start", {"BLOCK": block}, 1, 1, (1 + len(spec.WASTE_CAPS)) * _exchanges(groups)),
+            _step("walk", {"SLOTS": walk.slots}, spec.ROUNDS, -(-lanes // walk.lanes), groups),
+            _step("settle", {"BLOCK": block}, spec.ROUNDS, 1, _exchanges(groups)),
         ]
-    return [_of_kernel(*entry) for entry in plan]
+    return plan
 
 
-def _of_kernel(name: str, constants: dict[str, int], launches: int, programs: int, steps: int) -> Estimate:
+def _step(name: str, constants: dict[str, int], launches: int, programs: int, steps: int) -> Step:
     variant = next(v for v in variants(CHIP) if v.name == name and constants.items() <= v.constants.items())
-    code = _compile(variant)
-    cycles = _cycles(code.rest) + steps * _cycles(code.loop)
-    issued = (code.rest.total() + steps * code.loop.total()) * variant.num_warps * programs
+    return Step(variant, launches, programs, steps)
+
+
+def estimate(plan: list[Step]) -> list[Estimate]:
+    """Times of the kernels of a plan."""
+    return [_of_step(*step) for step in plan]
+
+
+def _of_step(variant: Variant, launches: int, programs: int, steps: int) -> Estimate:
+    code, warps = _code(variant.name, variant.label), variant.num_warps
+    one = cycles(code.rest, 1, warps) + cycles(code.loop, steps, warps)
+    issued = (len(code.rest) + steps * len(code.loop)) * warps * programs
     return Estimate(
-        name,
+        variant.name,
         launches,
         programs,
-        variant.num_warps,
+        warps,
         steps,
-        launches * (LAUNCH_MICROSECONDS + cycles / (CLOCK_GHZ * 1e3)),
+        launches * (LAUNCH_MICROSECONDS + one / (CLOCK_GHZ * 1e3)),
         launches * issued / (ISSUE_A_CLOCK * MULTIPROCESSORS * CLOCK_GHZ * 1e3),
     )

@@ -3,8 +3,10 @@ plans.
 
 With a GPU: the plans of every shape are compared with the specification's bit for bit, then the pipeline is timed
 eagerly and as a replayed CUDA graph, with host synchronisations forbidden, each kernel by the profiler, launches
-counted, and bytes moved set against the memory's rate. Without one: the CPU engine is timed, the kernels' times are
-estimated from the compiled code (`bench.estimate`), labelled so, and what was left out is said.
+counted, and bytes moved set against the memory's rate. Beside it, on the same rows: `torch.sort` alone (CUB on a GPU),
+the search of one slot in batched eager torch (`bench.torch_search`), and the CPU engine. Without a GPU: those are timed
+on the CPU, the kernels' times are estimated from the compiled code (`bench.estimate`), labelled so, with the turns of
+the searches counted under the interpreter, and what was left out is said. Compile times are measured either way.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.estimate import estimate
+from bench.cold import compile_seconds
+from bench.estimate import estimate, plan_steps
 from bench.record import RESULTS, Record
+from bench.torch_search import min_max_levels
+from bench.turns import count_turns
 from gpusampler.kernels import spec
 
 SHAPES = (
@@ -38,11 +43,13 @@ TARGETS_MICROSECONDS = {
     (2441, 4096, 16, 4): 50e3,
 }
 MEMORY_BYTES_A_MICROSECOND = 4.3e6
+COLD_SHAPE = (1024, 16, 4)
+COLD_SECONDS = 20.0
 _REPEATS = 20
 _CPU_ROWS = 3
 
 
-def _inputs(rows: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def make_inputs(rows: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Lognormal lengths and the table of alphas."""
     lengths = np.random.default_rng(0).lognormal(6.0, 0.9, (rows, size)).astype(np.int64)
     alphas = np.array([round(1e-4 * 2.0**shift) for shift in range(spec.MAX_SHIFT + 1)], np.int64)
@@ -65,7 +72,7 @@ def _by_spec(lengths: np.ndarray[Any, Any], alphas: np.ndarray[Any, Any], dp_siz
 
 def _cpu_microseconds(rows: int, size: int, dp_size: int, slots: int) -> float:
     """Median time of the CPU engine for all rows; of many rows, a few are timed."""
-    lengths, alphas = _inputs(min(rows, _CPU_ROWS), size)
+    lengths, alphas = make_inputs(min(rows, _CPU_ROWS), size)
     _by_spec(lengths[:1], alphas, dp_size, slots)
     times = []
     for row in lengths if rows > 1 else [lengths[0]] * 5:
@@ -73,6 +80,41 @@ def _cpu_microseconds(rows: int, size: int, dp_size: int, slots: int) -> float:
         _by_spec(row[None], alphas, dp_size, slots)
         times.append(time.perf_counter() - began)
     return float(np.median(times)) * rows * 1e6
+
+
+def _costs(lengths: np.ndarray[Any, Any], alphas: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Costs of each row as the search reads them: longest first."""
+    f = np.empty(lengths.shape, np.int64)
+    for row, out in zip(-np.sort(-lengths, axis=1), f, strict=True):
+        spec.scale_lengths(row, alphas, out)
+    return f
+
+
+def _check_torch_search(f: np.ndarray[Any, Any], groups: int) -> None:
+    """Both searches find the same levels."""
+    most, counts = np.full(f.shape[1], f.shape[1], np.int64), np.empty(groups, np.int64)
+    expected = [spec.min_max(row, 1.0 / row, most, groups, counts) for row in f]
+    np.testing.assert_array_equal(min_max_levels(torch.from_numpy(f), groups).numpy(), expected)
+
+
+def _torch_microseconds(rows: int, size: int, groups: int) -> tuple[float, float]:
+    """Times of `torch.sort` and, on one row, of the batched search, on the CPU."""
+    lengths, alphas = make_inputs(min(rows, _CPU_ROWS), size)
+    f = _costs(lengths, alphas)
+    _check_torch_search(f, groups)
+    times: list[list[float]] = [[], []]
+    on_host, costs = torch.from_numpy(lengths), torch.from_numpy(f[:1])
+    for _ in range(5):
+        for kept, run in zip(
+            times,
+            (lambda: on_host.sort(dim=1, descending=True, stable=True), lambda: min_max_levels(costs, groups)),
+            strict=True,
+        ):
+            began = time.perf_counter()
+            run()
+            kept.append(time.perf_counter() - began)
+    scale = rows / len(lengths) * 1e6
+    return float(np.median(times[0])) * scale, float(np.median(times[1])) * rows * 1e6
 
 
 def _gpu_microseconds(run: Callable[[], object]) -> float:
@@ -97,12 +139,15 @@ def _measure(rows: int, size: int, dp_size: int, slots: int) -> dict[str, Any]:
     """Check and time one shape on the GPU."""
     from gpusampler.kernels import engine
 
-    host, alphas = _inputs(rows, size)
+    host, alphas = make_inputs(rows, size)
     lengths, table = torch.from_numpy(host).cuda(), torch.from_numpy(alphas).cuda()
 
     def run() -> engine.Plan:
         return engine.plan_rows(lengths, None, table, dp_size, slots, 0, False)
 
+    scaled = _costs(host, alphas)
+    _check_torch_search(scaled[:_CPU_ROWS], dp_size * slots)
+    costs = torch.from_numpy(scaled).cuda()
     began = time.perf_counter()
     plan = run()
     torch.cuda.synchronize()
@@ -134,6 +179,7 @@ def _measure(rows: int, size: int, dp_size: int, slots: int) -> dict[str, Any]:
         "eager": _gpu_microseconds(run),
         "graph": _gpu_microseconds(graph.replay),
         "torch_sort": _gpu_microseconds(lambda: lengths.sort(dim=1, descending=True, stable=True)),
+        "torch_search": _gpu_microseconds(lambda: min_max_levels(costs, dp_size * slots)) if slots == 1 else None,
         "launches": launches,
         "kernels": kernels,
     }
@@ -148,6 +194,10 @@ def run(argv: list[str]) -> int:
     record = Record("kernels", argv)
     shapes = SHAPES[: options.shapes]
     reached = _with_gpu(record, shapes) if torch.cuda.is_available() else _without_gpu(record, shapes)
+    cold, cached = compile_seconds(*COLD_SHAPE)
+    record.figures["compile_seconds"] = {"cold": cold, "cached": cached}
+    what = f"compiling the kernels of B x D x G {COLD_SHAPE} for sm_90 on one core within {COLD_SECONDS:.0f} s"
+    reached &= record.target(what, cold <= COLD_SECONDS, f"{cold:.1f} s, {cached:.1f} s from the cache")
     record.write(options.results)
     return 0 if reached else 1
 
@@ -166,6 +216,7 @@ def _with_gpu(record: Record, shapes: tuple[tuple[int, int, int, int], ...]) -> 
                 f"{figures['eager']:.0f}",
                 f"{limit:.1f}",
                 f"{figures['torch_sort']:.0f}",
+                "" if figures["torch_search"] is None else f"{figures['torch_search']:.0f}",
                 f"{_cpu_microseconds(*shape):.0f}",
                 str(figures["launches"]),
                 f"{figures['cold_seconds']:.1f}",
@@ -177,24 +228,29 @@ def _with_gpu(record: Record, shapes: tuple[tuple[int, int, int, int], ...]) -> 
                 f"{shape} within {limit:.0f} us", figures["graph"] <= limit, f"{figures['graph']:.0f}"
             )
     record.say("", "Microseconds. Plans were compared with the specification's first; no host synchronisation.")
-    header = ["W x B x D x G", "graph", "eager", "memory limit", "torch.sort alone", "CPU engine", "launches", "cold s"]
+    header = ["W x B x D x G", "graph", "eager", "memory limit", "torch.sort", "torch search", "CPU engine"]
+    header += ["launches", "cold s"]
     record.table(header, rows)
     return reached
 
 
 def _without_gpu(record: Record, shapes: tuple[tuple[int, int, int, int], ...]) -> bool:
     record.say(
-        "No GPU here. Left out: checks on the GPU, eager and graph times, torch.sort, profiles, launches as counted,",
-        "synchronisations. **ESTIMATES** from the code compiled for sm_90, no measurement: one row as a chain of",
-        "waiting instructions, many rows by instructions issued (`bench/estimate.py`).",
+        "No GPU here. Left out: checks on the GPU, eager and graph times, profiles, launches and synchronisations as",
+        "counted, torch on the GPU. **ESTIMATES** from the code compiled for sm_90, no measurement: one row by",
+        "following a warp's walk through the code, many rows by instructions issued (`bench/estimate.py`).",
+        "Microseconds.",
     )
+    turns = count_turns([shape[1:] for shape in shapes])
     rows = []
     for shape in shapes:
         count, size, dp_size, slots = shape
-        kernels = estimate(size, dp_size, slots)
+        kernels = estimate(plan_steps(size, dp_size, slots, *turns[shape[1:]]))
         one = sum(kernel.microseconds for kernel in kernels)
         many = max(one, count * sum(kernel.many_rows_microseconds for kernel in kernels))
-        record.figures[str(shape)] = {"estimates": [kernel._asdict() for kernel in kernels], "estimated": many}
+        torch_sort, torch_search = _torch_microseconds(count, size, dp_size * slots)
+        figures = {"estimates": [kernel._asdict() for kernel in kernels], "estimated": many, "turns": turns[shape[1:]]}
+        record.figures[str(shape)] = figures | {"torch_sort": torch_sort, "torch_search": torch_search}
         target = TARGETS_MICROSECONDS.get(shape)
         rows.append(
             [
@@ -204,11 +260,13 @@ def _without_gpu(record: Record, shapes: tuple[tuple[int, int, int, int], ...]) 
                 str(sum(kernel.launches for kernel in kernels)),
                 f"{_moved_bytes(count, size, dp_size * slots) / MEMORY_BYTES_A_MICROSECOND:.1f}",
                 f"{_cpu_microseconds(*shape):.0f}",
+                f"{torch_sort:.0f}",
+                f"{torch_search:.0f}" if slots == 1 else "",
                 ", ".join(
                     f"{kernel.kernel} {kernel.microseconds:.0f}" for kernel in kernels if kernel.microseconds > 5
                 ),
             ]
         )
-    header = ["W x B x D x G", "ESTIMATE us", "target us", "launches", "memory limit us", "CPU engine us", "of one row"]
-    record.table(header, rows)
+    header = ["W x B x D x G", "ESTIMATE", "target", "launches", "memory limit", "CPU engine"]
+    record.table([*header, "CPU torch.sort", "CPU torch search", "estimate of one row"], rows)
     return True

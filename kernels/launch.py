@@ -65,7 +65,7 @@ COSTS = Shape(1024, 8)
 """Samples of a row that one turn of the cost scan takes."""
 PROBES = Shape(128, 4)
 """Levels that one turn of an exact min-max search tries."""
-WASTES = Shape(128, 16)
+WASTES = Shape(64, 16)
 """Nodes of the bisection tree, plus one, that one turn of an equal-waste search tries."""
 COPY = Shape(128, 1)
 """Positions that one turn of the copy of a group takes."""

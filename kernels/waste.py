@@ -8,8 +8,8 @@ three groups whose cost is not bounded:
 Two kernels. `_limit_kernel` lowers the number of samples a group may hold so that no group peaks far above the min-max
 partition (`spec.limit_peak`). `_waste_kernel` finds the bound of waste by the bisection of `spec.equal_waste`, to 12
 bits. Whether a bound is enough is monotone in it, so the midpoints that a bisection would meet, in whatever way it
-turned, form a tree; a turn walks the nodes of its first seven levels side by side, and ends in the same interval. A
-group's size is found digit by digit in base 16: waste grows with the size. K * log16(B) dependent steps a turn.
+turned, form a tree; a turn walks the nodes of its first six levels side by side, and ends in the same interval. A
+group's size is found digit by digit in base 32: waste grows with the size. K * log32(B) dependent steps a turn.
 """
 
 import torch
@@ -22,8 +22,9 @@ from gpusampler.kernels.jit import FLAGS, kernel
 from gpusampler.kernels.search import quotient
 
 _PRECISION: tl.constexpr = tl.constexpr(12)
-_BASE_BITS: tl.constexpr = tl.constexpr(4)
-_BASE: tl.constexpr = tl.constexpr(16)
+BASE_BITS = 5
+_BASE_BITS: tl.constexpr = tl.constexpr(BASE_BITS)
+_BASE: tl.constexpr = tl.constexpr(1 << BASE_BITS)
 _PEAK_GROUPS: tl.constexpr = tl.constexpr(spec.PEAK_GROUPS)
 
 
@@ -145,6 +146,16 @@ def _waste_kernel(
     tl.store(usable_ptr + place, usable.to(tl.int32))
 
 
+def digits(size: int, groups: int) -> int:
+    """Digits of the number of samples that the largest group may have, less one.
+
+    Example:
+        >>> digits(size=1024, groups=64), digits(size=5, groups=5)
+        (2, 0)
+    """
+    return -(-(size - groups).bit_length() // BASE_BITS)
+
+
 def limit_peak(costs: Costs, groups: int, status: torch.Tensor, peak: torch.Tensor) -> None:
     """Lower `costs.most` as `spec.limit_peak` does, given what `search.min_max` found."""
     num_rows, size = costs.f.shape
@@ -179,7 +190,7 @@ def equal_waste(
         usable,
         size,
         groups,
-        ((size - groups).bit_length() + 3) // 4,
+        digits(size, groups),
         DEPTH=launch.WASTES.block.bit_length() - 1,
         num_warps=launch.WASTES.num_warps,
         **FLAGS,
