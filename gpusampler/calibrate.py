@@ -13,22 +13,21 @@ see `recorder`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from gpusampler.cost import CostModel
-from gpusampler.errors import ParameterError, ParameterTypeError, check_bool, quote
+from gpusampler.errors import ParameterError, check_bool
+from gpusampler.records import check_records
 from gpusampler.regression import Floats, LinearFit, robust_fit, t_quantile
 from gpusampler.tables import as_table
 
 CANNOT_BE_TOLD = 1e4  # condition of the scaled design above which t0 and b trade off freely
 _LEAST_SPAN = 1.5  # longest over shortest length
 _MOST_QUADRATIC = 1e3  # alpha times the shortest length: the linear part is then 0.1 % of the time at most
-_LEAST, _MOST = 1e-15, 1e18  # of any measured value: squares stay within float64
 _LEAST_GROWTH = 1e-6  # share of the largest record's time; of rounding it is less
 _NO_FIT = 0.5  # relative error of a fit that says nothing
 _MOST_ROWS = 24
@@ -185,48 +184,6 @@ def fit_cost(records: Any, *, intercept: bool | None = None) -> Calibration:
     fit = full if intercept else robust_fit(np.stack([tokens, tokens * length], axis=1), seconds)
     wide = full if wanted is not False and told else fit
     return _calibration(table, fit, wide, told or wanted is False, notes)
-
-
-def check_records(records: Any, names: tuple[str, ...], whole: int) -> Floats:
-    """Check measured records and return them as float64 [n, len(names)].
-
-    Args:
-        records: array, tensor, or iterable of rows.
-        names: of the columns, for messages.
-        whole: this many columns from the left must be whole numbers, 1 to 1e18; the others numbers
-            from 1e-15 to 1e18.
-
-    Raises:
-        ParameterError: not such records; it names the row, the column and the value.
-    """
-    what = f"records must be [n, {len(names)}] numbers ({', '.join(names)})"
-    if isinstance(records, torch.Tensor):
-        if records.layout != torch.strided or records.is_meta:
-            raise ParameterTypeError(f"records must be a dense tensor with values, got {quote(records)}")
-        records = records.detach().cpu().to(torch.float64).numpy()
-    elif isinstance(records, (str, bytes)) or not isinstance(records, Iterable):
-        raise ParameterTypeError(f"{what}, got {quote(records)}")
-    rows = records if isinstance(records, np.ndarray) else list(records)
-    try:
-        values = np.ma.filled(rows, np.nan) if isinstance(rows, np.ma.MaskedArray) else np.asarray(rows)
-        if values.size and values.dtype.kind not in "iufO":
-            raise ParameterTypeError(f"{what}: of numbers, got values of {values.dtype.type.__name__}")
-        table = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, ParameterError):
-            raise
-        raise ParameterError(f"{what}, got {quote(rows)}: {error}") from error
-    if table.ndim != 2 or table.shape[1] != len(names):
-        if table.size == 0:
-            raise ParameterError(f"{what}, got none")
-        raise ParameterError(f"{what}, got shape {table.shape}")
-    good = (table >= _LEAST) & (table <= _MOST)
-    good[:, :whole] &= table[:, :whole] == np.rint(table[:, :whole])
-    if not good.all():
-        row, column = (int(i) for i in np.argwhere(~good)[0])
-        kind = "a whole number of at least 1" if column < whole else f"a number from {_LEAST} to {_MOST}"
-        raise ParameterError(f"records[{row}, {column}] ({names[column]}) must be {kind}, got {table[row, column]}")
-    return table
 
 
 def _check_shapes(samples: Floats, length: Floats) -> None:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpusampler.calibrate import CANNOT_BE_TOLD, check_records
+from gpusampler.calibrate import CANNOT_BE_TOLD
 from gpusampler.errors import ParameterError, ParameterTypeError, check_float, check_int, quote
 from gpusampler.memory_report import GIB, MemoryReport
+from gpusampler.records import check_records
 from gpusampler.regression import Floats, LinearFit, robust_fit, t_quantile
 from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.tables import as_table

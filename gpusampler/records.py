@@ -1,19 +1,22 @@
-"""Measured records from a file: named columns of csv, tsv, jsonl, or json (a list of objects), or a npy array.
+"""Measured records: checked arrays of them, and files.
 
-csv and tsv without a header, and npy, are taken by position. For the command line; memory O(file).
+A file has named columns of csv, tsv, jsonl, or json (a list of objects), or is a npy array; csv and tsv without a
+header, and npy, are taken by position. Memory O(file).
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from gpusampler.errors import ParameterError, quote
+from gpusampler.errors import ParameterError, ParameterTypeError, quote
+from gpusampler.regression import Floats
 
 Row = Mapping[str, Any]
 
@@ -22,7 +25,50 @@ LENGTH = ("length", "padded_length", "seq_len", "max_length")
 SECONDS = ("seconds", "micro_step_s", "time", "time_s")
 TOKENS = ("tokens", "padded_tokens")
 BYTES = ("bytes", "peak_bytes", "allocated", "peak")
+_LEAST, _MOST = 1e-15, 1e18  # of any measured value: squares stay within float64
 _KINDS = (".csv", ".tsv", ".jsonl", ".json", ".npy")
+
+
+def check_records(records: Any, names: tuple[str, ...], whole: int) -> Floats:
+    """Check measured records and return them as float64 [n, len(names)].
+
+    Args:
+        records: array, tensor, or iterable of rows.
+        names: of the columns, for messages.
+        whole: this many columns from the left must be whole numbers, 1 to 1e18; the others numbers
+            from 1e-15 to 1e18.
+
+    Raises:
+        ParameterError: not such records; it names the row, the column and the value.
+    """
+    what = f"records must be [n, {len(names)}] numbers ({', '.join(names)})"
+    if isinstance(records, torch.Tensor):
+        if records.layout != torch.strided or records.is_meta:
+            raise ParameterTypeError(f"records must be a dense tensor with values, got {quote(records)}")
+        records = records.detach().cpu().to(torch.float64).numpy()
+    elif isinstance(records, (str, bytes)) or not isinstance(records, Iterable):
+        raise ParameterTypeError(f"{what}, got {quote(records)}")
+    rows = records if isinstance(records, np.ndarray) else list(records)
+    try:
+        values = np.ma.filled(rows, np.nan) if isinstance(rows, np.ma.MaskedArray) else np.asarray(rows)
+        if values.size and values.dtype.kind not in "iufO":
+            raise ParameterTypeError(f"{what}: of numbers, got values of {values.dtype.type.__name__}")
+        table = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ParameterError):
+            raise
+        raise ParameterError(f"{what}, got {quote(rows)}: {error}") from error
+    if table.ndim != 2 or table.shape[1] != len(names):
+        if table.size == 0:
+            raise ParameterError(f"{what}, got none")
+        raise ParameterError(f"{what}, got shape {table.shape}")
+    good = (table >= _LEAST) & (table <= _MOST)
+    good[:, :whole] &= table[:, :whole] == np.rint(table[:, :whole])
+    if not good.all():
+        row, column = (int(i) for i in np.argwhere(~good)[0])
+        kind = "a whole number of at least 1" if column < whole else f"a number from {_LEAST} to {_MOST}"
+        raise ParameterError(f"records[{row}, {column}] ({names[column]}) must be {kind}, got {table[row, column]}")
+    return table
 
 
 def read_records(
