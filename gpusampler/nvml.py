@@ -23,6 +23,7 @@ import torch
 Answer = TypeVar("Answer")
 
 _INSUFFICIENT_SIZE, _FUNCTION_NOT_FOUND, _UNINITIALIZED, _VERSION_MISMATCH = 7, 13, 1, 25
+_MOST_DIGITS = 10
 _started: tuple[int, int] | None = None
 """Process and module that NVML was started in and by: a fork must start it again."""
 
@@ -114,10 +115,9 @@ def cuda_started() -> bool:
 
 def device_count() -> int:
     """CUDA devices that NVML and `CUDA_VISIBLE_DEVICES` let this process see; 0 if that cannot be told."""
-    visible = _visible_entries()
-    if visible is not None:
-        return len(visible)
-    return _ask(lambda: int(_library().nvmlDeviceGetCount()))[0] or 0
+    count = _ask(lambda: int(_library().nvmlDeviceGetCount()))[0]
+    visible = _visible_entries(count)
+    return (count or 0) if visible is None else len(visible)
 
 
 def _ask(question: Callable[[], Answer]) -> tuple[Answer | None, str | None]:
@@ -162,22 +162,35 @@ def _library() -> Any:
     return pynvml
 
 
-def _visible_entries() -> list[str] | None:
-    """Entries of `CUDA_VISIBLE_DEVICES` up to the first that CUDA would not take; None if it is not set."""
+def _visible_entries(count: int | None) -> list[str] | None:
+    """Entries of `CUDA_VISIBLE_DEVICES` that CUDA takes, of `count` devices if that is known; None if it is not set.
+
+    CUDA stops at the first entry that names no device or is of another kind than the first, and takes none at all if
+    one is repeated.
+    """
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
-    entries = []
-    for entry in text.split(","):
-        name = entry.strip()
-        if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
+    entries: list[str] = []
+    for name in map(str.strip, text.split(",")):
+        kind = _kind(name)
+        beyond = kind == "index" and count is not None and int(name) >= count
+        if kind is None or beyond or (entries and kind != _kind(entries[0])):
             break
+        if name in entries:
+            return []
         entries.append(name)
     return entries
 
 
+def _kind(name: str) -> str | None:
+    if name.isascii() and name.isdecimal() and len(name) < _MOST_DIGITS:
+        return "index"
+    return name[:4] if name.startswith(("GPU-", "MIG-")) else None
+
+
 def _find(nvml: Any, index: int) -> tuple[Any, str]:
-    entries = _visible_entries()
+    entries = _visible_entries(_ask(nvml.nvmlDeviceGetCount)[0])
     entry = entries[index] if entries is not None and index < len(entries) else None
     if cuda_started() and not (entry or "").startswith("MIG-"):
         found = _find_as_cuda_names_it(nvml, torch.cuda.get_device_properties(index))
@@ -186,7 +199,7 @@ def _find(nvml: Any, index: int) -> tuple[Any, str]:
     if entries is not None and entry is None:
         seen = os.environ["CUDA_VISIBLE_DEVICES"]
         raise _NotToldError(f"cuda:{index} is not among the devices of CUDA_VISIBLE_DEVICES={seen!r}")
-    if entry is not None and not entry.isdecimal():
+    if entry is not None and _kind(entry) != "index":
         return _by_uuid(nvml, entry), "CUDA_VISIBLE_DEVICES"
     handle = nvml.nvmlDeviceGetHandleByIndex(index if entry is None else int(entry))
     mig = _ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])[0]

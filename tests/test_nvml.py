@@ -104,6 +104,38 @@ def test_L37_one_query_fails_and_the_others_answer(
     assert all(why.startswith(f"NVML error {code}: ") for why in reading.reasons.values())
 
 
+@pytest.mark.parametrize("visible", [None, "1", f"{B},{A}", "GPU-bbbb", MIG])
+@pytest.mark.parametrize("runs", [False, True])
+def test_L37_no_code_of_any_call_is_an_exception(
+    visible: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(uuid=B[4:], pci_domain_id=0, pci_bus_id=0x17, pci_device_id=0)
+    functions = [name.removeprefix("_") for name in vars(FakeLibrary) if name.startswith("_nvml")]
+    for function in functions:
+        for code in (1, 2, 3, 4, 6, 9, 12, 13, 15, 18, 25, 999, 31337):
+            for lasting in (True, False):
+                with monkeypatch.context() as patch:
+                    library = install(patch, FakeLibrary([Gpu(A), Gpu(B)], parts=[Gpu(MIG)]), visible)
+                    if runs:
+                        started_cuda(patch, [properties])
+                    library.fail[function] = code if lasting else [code]
+                    check_complete(Nvml(0).read())
+                    device_count()
+
+
+def test_L37_a_gpu_is_lost_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = install(monkeypatch, four())
+    device = Nvml(0)
+    assert device.read().total == 80 * GIB
+    library.fail = {name.removeprefix("_"): 15 for name in vars(FakeLibrary) if name.startswith("_nvmlDevice")}
+    lost = device.read()
+    check_complete(lost)
+    assert set(lost.reasons) == {*FIGURES} - {"found_by"}
+    assert lost.reasons["total"].startswith("NVML error 15: ")
+    library.fail = {}
+    assert device.read().total == 80 * GIB
+
+
 def test_L37_text_of_an_unknown_code_is_the_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
     library = install(monkeypatch, four())
     library.fail["nvmlDeviceGetMemoryInfo_v2"] = 777
@@ -265,6 +297,21 @@ def test_L38_torch_without_uuids_tells_the_bus_address(monkeypatch: pytest.Monke
         ("", []),
         ("-1", []),
         ("NoDevFiles", []),
+        ("1,1", []),
+        ("0,1,0", []),
+        (f"{A},{B},{A}", []),
+        (f"2,{A}", [C]),
+        (f"{B},0", [B]),
+        ("1,9,0", [B]),
+        ("9,1", []),
+        ("99999999999999999999,1", []),
+        ("1" * 5000, []),
+        ("\u0661", []),
+        ("+1", []),
+        ("1 2", []),
+        ("gpu-cccc", []),
+        ("3,", [D]),
+        (",3", []),
     ],
 )
 def test_L38_other_forms(visible: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
