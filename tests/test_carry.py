@@ -22,7 +22,6 @@ from gpusampler.carry import (
     parse_carry_slots,
     stagger_rank_and_groups,
 )
-from gpusampler.carry.visit import held_bytes
 from gpusampler.errors import ParameterError
 
 PAGE = Path(__file__).parent.parent / "docs" / "carry.md"
@@ -121,6 +120,16 @@ def test_bad_rungs(rung: Any) -> None:
         TrajectoryCarry(1).set(0, state=torch.zeros(1), rung=rung, raw_batch=None)
 
 
+@pytest.mark.parametrize("state", [None, "a", 1.0, {}, [None, "a"]], ids=repr)
+def test_a_state_holds_a_tensor(state: Any) -> None:
+    carry = TrajectoryCarry(1)
+    with pytest.raises(ParameterError, match="state must be a tensor or hold one"):
+        carry.set(0, state=state)
+    assert carry.slots == [None]
+    for good in (torch.zeros(1), np.zeros(1), {"video": [torch.zeros(1), "a"]}):
+        carry.set(0, state=good)
+
+
 @pytest.mark.parametrize("ids", ["abc", 5, [[1]]])
 def test_bad_sample_ids(ids: Any) -> None:
     with pytest.raises(ValueError, match="sample_ids"):
@@ -132,9 +141,27 @@ def test_restart_takes_up_the_accumulation_index() -> None:
     carry.set(0, state=torch.zeros(1))
     carry.restart(10)
     assert (carry.slots, carry.seeded) == ([None] * 4, [False] * 4)
-    assert [(carry.rounds, carry.next_slot()) for _ in range(4)] == [(0, 2), (0, 3), (1, 0), (1, 1)]
+    assert [(carry.rounds, carry.next_slot()) for _ in range(4)] == [(2, 2), (2, 3), (3, 0), (3, 1)]
     with pytest.raises(ValueError, match="micro_batch"):
         carry.restart(-1)
+
+
+def test_align_moves_on_and_drops_the_slots_that_miss_their_turn() -> None:
+    carry = TrajectoryCarry(4)
+    carry.align()
+    assert (carry.upcoming_slot, carry.rounds) == (0, 0)
+    for _ in range(6):
+        carry.set(carry.next_slot(), state=torch.zeros(1), sample_ids=[1])
+    carry.align(2)
+    assert (carry.upcoming_slot, carry.rounds, carry.seeded) == (2, 1, [True] * 4)
+    carry.align()
+    assert (carry.upcoming_slot, carry.rounds, carry.seeded) == (0, 2, [True, True, False, False])
+    assert [held is None for held in carry.slots] == [False, False, True, True]
+    assert carry.sample_ids == [(1,), (1,), None, None]
+    for slot in (4, -1, True, 0.0, None):
+        with pytest.raises(ValueError, match="slot"):
+            carry.align(slot)
+    assert carry.upcoming_slot == 0
 
 
 def test_never_in_a_checkpoint() -> None:
@@ -151,41 +178,6 @@ def test_never_in_a_checkpoint() -> None:
         assert (other.num_slots, other.max_bytes, other.upcoming_slot) == (2, 10**6, 0)
         assert (other.slots, other.seeded, other.memory().total) == ([None, None], [False, False], 0)
     assert carry.slots[0] is not None
-
-
-def test_memory_is_reported_and_bounded() -> None:
-    carry = TrajectoryCarry(2, max_bytes=100)
-    batch = {"x": torch.zeros(5), "ids": np.zeros(3, dtype=np.int32), "text": "a"}
-    carry.set(0, state=torch.zeros(4), raw_batch=batch)  # 16 + 20 + 12
-    carry.set(1, state=torch.zeros(10, dtype=torch.float16))  # 20
-    memory = carry.memory()
-    assert (memory.total, memory.per_slot, memory.by_device) == (68, (48, 20), {"cpu": 68})
-    with pytest.raises(
-        ParameterError, match="slot 1 would hold 56 bytes, the other slots hold 48: above max_bytes=100"
-    ):
-        carry.set(1, state=torch.zeros(14))
-    assert carry.memory() == memory
-    carry.set(1, state=torch.zeros(13))
-    assert carry.memory().total == 100
-    carry.clear(0)
-    assert carry.memory().per_slot == (0, 52)
-    with pytest.raises(ValueError, match="max_bytes"):
-        TrajectoryCarry(1, max_bytes=0)
-
-
-def test_memory_stays_the_same_over_a_run() -> None:
-    carry = TrajectoryCarry(2)
-    for call in range(20):
-        slot = carry.next_slot()
-        carry.set(slot, state=torch.zeros(4), rung=call // 2, raw_batch={"x": torch.zeros(4)})
-        assert carry.memory().total == 32 * min(call + 1, 2)
-
-
-def test_held_bytes_counts_shared_and_sparse_tensors_once() -> None:
-    shared = torch.zeros(4)
-    value = {"a": shared, "b": [shared, (shared,)], "coo": torch.eye(2).to_sparse(), "o": np.array([None, {}])}
-    # 16 bytes shared; 2 float32 values and 4 int64 indices; 2 pointers
-    assert held_bytes(value) == {"cpu": 16 + 8 + 32 + 16}
 
 
 # Ranks
@@ -244,6 +236,8 @@ def test_L05_slots_follow_the_accumulation_rounds() -> None:
     assert parse_carry_slots({}, types.SimpleNamespace(gradient_accumulation_steps=None)) == 1
     with pytest.raises(ValueError, match="rollout_carry_slots=3 and gradient_accumulation_steps=2"):
         parse_carry_slots({"rollout_carry_slots": 3}, loop)
+    with pytest.raises(ValueError, match="at most 1048576"):  # as many as a carry takes
+        parse_carry_slots({}, {"gradient_accumulation_steps": 2**21})
     with pytest.raises(ValueError, match="key must be a string, got 3"):
         parse_carry_slots(object(), loop, key=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="my_slots=1 and gradient_accumulation_steps=2"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpusampler.carry import CarryLoop, CarryStep
+from gpusampler.carry import CarryLoop, CarryStep, ode_renoise
 
 GRID = [1.0, 0.75, 0.5, 0.25]
 
@@ -68,20 +68,78 @@ def test_a_model_may_work_in_place() -> None:
     assert walk(model=in_place) == EXPECTED
 
 
-def test_a_model_may_change_its_batch() -> None:
-    seen: list[float] = []
+def change_batch(batch: Any) -> None:
+    batch["x"].mul_(-2)
+    batch["names"].append("b")
+    batch["extra"] = 1
 
-    def greedy(state: torch.Tensor, timestep: Any, batch: Any) -> torch.Tensor:
+
+@pytest.mark.parametrize("by", ["model", "renoise", "start, later"])
+def test_a_batch_may_be_changed_by_whom_it_is_given_to(by: str) -> None:
+    given: list[Any] = []
+
+    def model(state: torch.Tensor, timestep: Any, batch: Any) -> torch.Tensor:
+        assert "extra" not in batch
         pred = halve(state, timestep, batch)
-        seen.append(batch["x"][0].item())
-        batch["x"] = batch["x"] * 1  # rebinds, so that the values reported stay as they were
-        batch["extra"] = len(batch)
+        for other in given:
+            change_batch(other)
+        if by == "model":
+            change_batch(batch)
         return pred
 
-    def after(step: CarryStep, batch: Any) -> None:
-        assert step.raw_batch["extra"] == 2  # not yet in the batch that the call was given
+    def renoise(state: torch.Tensor, pred: torch.Tensor, timestep: Any, following: Any, batch: Any) -> torch.Tensor:
+        assert len(batch["names"]) == 1
+        if by == "renoise":
+            change_batch(batch)
+        return move(state, pred, timestep, following, batch)
 
-    assert walk(model=greedy, after=after) == EXPECTED
+    def start(batch: Any) -> torch.Tensor:
+        if by == "start, later":
+            given[:] = [batch]
+        return noise(batch)
+
+    def after(step: CarryStep, batch: Any) -> None:
+        assert "extra" not in step.raw_batch
+
+    assert walk(model=model, renoise=renoise, start=start, after=after) == EXPECTED
+
+
+def test_a_staggered_walk_gives_every_forward_the_same_batch() -> None:
+    def doubles(state: torch.Tensor, timestep: Any, batch: Any) -> torch.Tensor:
+        clean = batch["x"] * 1.0
+        batch["x"].mul_(2)
+        return clean
+
+    loop = CarryLoop(doubles, GRID, start=lambda batch: torch.ones(1), renoise=ode_renoise(), num_slots=4)
+    states = [loop.step({"x": torch.full((1,), float(number))}).state.item() for number in range(1, 5)]
+    assert states == pytest.approx([1.0, 1.25, 2.0, 3.25])
+
+
+def test_what_start_changes_is_carried() -> None:
+    seen: list[Any] = []
+
+    def start(batch: Any) -> torch.Tensor:
+        batch["noise"] = torch.full_like(batch["x"], 7.0)
+        batch["x"].add_(100)
+        return batch["noise"]
+
+    def model(state: torch.Tensor, timestep: Any, batch: Any) -> torch.Tensor:
+        seen.append((batch["x"].item(), batch["noise"].item()))
+        return state
+
+    def renoise(state: torch.Tensor, pred: torch.Tensor, timestep: Any, following: Any, batch: Any) -> torch.Tensor:
+        seen.append((batch["x"].item(), batch["noise"].item()))
+        return state
+
+    loop = CarryLoop(model, [1.0, 0.5], start=start, renoise=renoise, num_slots=2)
+    for number in range(6):
+        batch = {"x": torch.tensor([float(number)])}
+        before = len(seen)
+        step = loop.step(batch)
+        carried = ([0, 1, 0, 3, 4, 3][number] + 100.0, 7.0)
+        assert set(seen[before:]) == {carried}
+        assert (step.raw_batch["x"].item(), step.raw_batch["noise"].item()) == carried
+        assert batch == {"x": torch.tensor([float(number)])}
 
 
 def test_a_model_may_keep_and_reuse_its_output() -> None:
@@ -120,17 +178,20 @@ def test_a_start_may_give_what_it_will_use_again(kind: str) -> None:
 
     def start(batch: Any) -> torch.Tensor:
         if kind == "batch":
-            return batch["x"].fill_(1)  # type: ignore[no-any-return]
+            batch["noise"] = torch.ones_like(batch["x"])
+            return batch["noise"]  # type: ignore[no-any-return]
         buffer.fill_(1)
         return parameter if kind == "parameter" else buffer
 
     def after(step: CarryStep, batch: Any) -> None:
         buffer.fill_(7)
 
-    found = walk(start=start, after=after)
-    assert [entry[:2] for entry in found[:2]] == [entry[:2] for entry in EXPECTED[:2]]
-    if kind != "batch":
-        assert found == EXPECTED
+    def in_place(state: torch.Tensor, timestep: Any, batch: Any) -> torch.Tensor:
+        pred = halve(state, timestep, batch)
+        batch.get("noise", buffer).fill_(3)
+        return pred
+
+    assert walk(model=in_place, start=start, after=after) == EXPECTED
 
 
 def test_the_grid_stays_as_it_was() -> None:
@@ -188,7 +249,7 @@ def test_a_call_that_fails_after_changes_can_be_repeated(calls: int) -> None:
         assert (got.rung, got.state.tolist(), got.pred.tolist()) == (want.rung, want.state.tolist(), want.pred.tolist())
 
 
-def test_a_fresh_batch_is_copied_once_for_the_carry_and_once_for_the_step() -> None:
+def test_each_receiver_of_a_batch_costs_one_copy() -> None:
     copies = []
 
     class Counted:
@@ -213,4 +274,5 @@ def test_a_fresh_batch_is_copied_once_for_the_carry_and_once_for_the_step() -> N
         before = len(copies)
         loop.step(Counted(torch.zeros(2)))
         counts.append(len(copies) - before)
-    assert counts == [3, 1, 2, 1]  # the walk over the grid, in the first call, has one of its own
+    # start and carry; forward and re-noising of the walk over the grid; forward, re-noising and step
+    assert counts == [2 + 2 + 3, 2, 2 + 3, 2]

@@ -74,7 +74,7 @@ def test_memory_reported_on_a_gpu_is_what_the_allocator_holds() -> None:
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         loop.step({"x": torch.zeros(size)})
-    assert loop.carry.memory().by_device == {"cuda:0": 16 * size}  # two states and two batches of floats
+    assert loop.carry.memory().by_device["cuda:0"] == 16 * size  # two states and two batches of floats
     assert torch.cuda.memory_allocated() - before == 16 * size
     for _ in range(20):
         loop.step({"x": torch.zeros(size)})

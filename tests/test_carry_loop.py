@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -177,8 +178,8 @@ def test_resume_restarts_streams_at_the_accumulation_index() -> None:
     assert [step.slot for step in steps] == [1, 2, 0, 1, 2, 0, 1]
     assert [step.fresh for step in steps[:3]] == [True] * 3
     assert [step.forwards for step in steps] == [4, 4, 4, 1, 1, 1, 1]
-    # slot 0 begins a round later than the others and so one rung further on
-    assert [step.rung for step in steps] == [1, 2, 1, 2, 3, 2, 3]
+    # after 2 steps, or 3 for slot 0, each slot is that many rungs further on than at the start of the run
+    assert [step.rung for step in steps] == [3, 0, 3, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 2), ()])
@@ -210,50 +211,10 @@ def test_a_failed_call_can_be_repeated() -> None:
     assert step.state.item() == pytest.approx(hops(1.0, 1))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_slots": 0}, "num_slots"),
-        ({"num_slots": True}, "num_slots"),
-        ({"grid": []}, "schedule must have at least one"),
-        ({"grid": "1234"}, "schedule"),
-        ({"grid": 4}, "schedule"),
-        ({"grid": b"12"}, "schedule"),
-        ({"grid": torch.tensor(1.0)}, "schedule"),
-        ({"grid": torch.zeros(0)}, "schedule must have at least one"),
-        ({"model": 4}, "model must be callable, got 4"),
-        ({"renoise": 4}, "renoise must be callable, got 4"),
-        ({"batch_size": 4}, "batch_size must be callable, got 4"),
-        ({"stagger_rank": 1}, "stagger_rank must be at most 0"),
-        ({"stagger_groups": 0}, "stagger_groups"),
-        ({"interval": 0}, "interval"),
-        ({"interval": 2, "owner": "DMD2"}, "DMD2 would never update 2 of the 4 rungs"),
-        ({"max_bytes": 0}, "max_bytes"),
-        ({"device": "nowhere"}, "device"),
-        ({"device": 10**20}, "device"),
-        ({"device": "cuda:99"}, "device names no device of this machine"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_loop(**options)
-
-
 def test_start_must_return_a_tensor() -> None:
     loop = CarryLoop(lambda *_: torch.zeros(1), GRID, start=lambda _: None, renoise=ode_renoise(), num_slots=1)  # type: ignore[arg-type,return-value]
     with pytest.raises(ParameterError, match="start must return a tensor, got None"):
         loop.step({})
-
-
-def test_memory_held_by_a_walk_is_bounded() -> None:
-    loop, _ = make_loop(num_slots=2, max_bytes=32)
-    for call, batch in zip(range(20), batches(size=2), strict=False):
-        loop.step(batch)
-        assert loop.carry.memory().total <= 32, call  # two slots, each a state and a batch of two floats
-    loop, _ = make_loop(num_slots=2, max_bytes=31)
-    loop.step({"x": torch.zeros(2)})
-    with pytest.raises(ParameterError, match="above max_bytes=31"):
-        loop.step({"x": torch.zeros(2)})
 
 
 # Re-noising
@@ -293,6 +254,11 @@ def test_other_schedules_and_tensor_timesteps(style: Callable[..., Any]) -> None
 
 
 def test_ode_refuses_a_rung_without_noise() -> None:
-    loop, _ = make_loop(grid=[0.0, 1.0])
+    for grid in ([0.0, 1.0], [1.0, 0.0, 0.0], torch.tensor([1.0, 0.0, 0.0]), np.array([1.0, 0.0, 0.5])):
+        with pytest.raises(ParameterError, match=r"sigma is 0 at timestep .*0"):
+            make_loop(grid=grid)
     with pytest.raises(ParameterError, match=r"sigma is 0 at timestep 0\.0"):
-        loop.step({"x": torch.zeros(1)})
+        ode_renoise()(torch.zeros(1), torch.zeros(1), 0.0, 1.0, None)
+    for grid in ([1.0, 0.0], torch.tensor([1.0, 0.0])):  # nothing follows the last rung
+        loop, _ = make_loop(grid=grid)
+        assert all(step.state.isfinite().all() for step in walk(loop, 5))

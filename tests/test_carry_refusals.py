@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import sys
 import threading
 import types
 import weakref
@@ -18,7 +19,7 @@ from gpusampler.errors import ParameterError
 
 
 class Holder:
-    """A plain object; its `to`, in the class below, takes no device."""
+    """A plain object; its `to`, in the class below, takes something else than a device."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -28,8 +29,8 @@ class Holder:
 
 
 class Odd(Holder):
-    def to(self) -> None:
-        """No device."""
+    def to(self, unit: str) -> None:
+        raise ValueError(f"no unit {unit}")
 
 
 class Labelled(str):
@@ -74,7 +75,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "error": (ValueError(torch.zeros(1)), r"batch\['x'\] of type ValueError"),
     "objects in a structure": (np.zeros(1, dtype=[("a", object)]), r"batch\['x'\] of type ndarray .* objects in it"),
     "meta": (torch.zeros(1, device="meta"), r"batch\['x'\] of type Tensor .* no data"),
-    "a to without a device": (Holder(Odd(1)), r"batch\['x'\]\.x of type Odd .* its to failed"),
+    "another to": (Holder(Odd(1)), r"batch\['x'\]\.x of type Odd .* its to failed, ValueError\('no unit cpu'\)"),
+    "objects in a scalar": (np.zeros(1, dtype=[("a", object)])[0], r"batch\['x'\] of type void .* objects in it"),
     "too deep": (nested(5000), r"batch\['x'\]\[0\].* nested deeper than 100"),
     "a key": ({(1, len, closure(1)): 1}, r"batch\['x'\] key .*\[2\] of type function"),
 }
@@ -91,23 +93,25 @@ def test_refusals_name_the_argument_and_keep_the_slot() -> None:
     carry = TrajectoryCarry(1)
     carry.set(0, state=torch.ones(1))
     with pytest.raises(ParameterError, match=r"state\['a'\] of type memoryview"):
-        carry.set(0, state={"a": memoryview(b"")})
+        carry.set(0, state={"x": torch.zeros(1), "a": memoryview(b"")})
     with pytest.raises(ParameterError, match=r"raw_batch\[0\] of type memoryview"):
         carry.set(0, state=torch.zeros(1), raw_batch=[memoryview(b"")])
     assert carry.slots[0] == {"state": torch.ones(1), "rung": 0, "raw_batch": None}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # says that it is in beta
 def test_memory_of_hostile_batches_is_counted() -> None:
     carry = TrajectoryCarry(1)
+    holder = sys.getsizeof(Holder(1))
     for value, size in [
         (torch.zeros(1).expand(5), 20),  # a copy holds every element
         (object_array(torch.zeros(4), None), 16 + 2 * 8),
-        (Holder([Holder(torch.zeros(3))]), 12),
+        (Holder((Holder(torch.zeros(3)),)), 12 + 2 * holder + sys.getsizeof((1,))),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 20),
         (torch.eye(4).to_sparse_csr(), 16),
     ]:
-        carry.set(0, state=None, raw_batch=value)
-        assert carry.memory().total == size
+        carry.set(0, state=torch.zeros(1), raw_batch=value)
+        assert carry.memory().total == 4 + size
 
 
 @pytest.mark.parametrize("count", [10**12, 10**20, np.bool_(True), np.float64(2), torch.tensor(2), b"2", [2]], ids=repr)

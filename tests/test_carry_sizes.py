@@ -137,10 +137,27 @@ def test_a_change_of_size_is_seen_in_any_batch(make: Callable[[int], Any], old: 
         assert keyed.step(make(size), sample_ids=range(size)).sample_ids == tuple(range(old))
 
 
-@pytest.mark.parametrize("batch", ["text", {}, None, 5])
-def test_batches_without_a_size_walk(batch: Any) -> None:
+@pytest.mark.parametrize("batch", [{}, None])
+def test_a_walk_without_data(batch: Any) -> None:
     loop = CarryLoop(stay, GRID, start=lambda _: torch.zeros(1), renoise=ode_renoise(), num_slots=1)
     assert [loop.step(batch).rung for _ in range(5)] == [0, 1, 2, 3, 0]
+    with pytest.raises(ParameterError, match="carries a batch of no samples and the new one has 3"):
+        loop.step({"x": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("batch", ["text", 5, {"n": 2}, {"t": torch.tensor(1.0)}, types.SimpleNamespace(n=2)], ids=repr)
+def test_batches_that_show_no_length_need_ids_or_a_size(batch: Any) -> None:
+    loop = CarryLoop(stay, GRID, start=lambda _: torch.zeros(1), renoise=ode_renoise(), num_slots=1)
+    for _ in range(2):
+        with pytest.raises(ParameterError, match=r"shows no length.*pass sample_ids on every call, or give batch_size"):
+            loop.step(batch)
+    assert [loop.step(batch, sample_ids=[1, 2]).rung for _ in range(2)] == [0, 1]
+    with pytest.raises(ParameterError, match="shows no length"):
+        loop.step(batch)
+    loop = CarryLoop(
+        stay, GRID, start=lambda _: torch.zeros(1), renoise=ode_renoise(), num_slots=1, batch_size=lambda batch: 2
+    )
+    assert [loop.step(batch).rung for _ in range(2)] == [0, 1]
 
 
 def test_batches_of_other_keys_compare_as_a_whole() -> None:
@@ -159,7 +176,6 @@ def test_a_batch_size_of_the_callers_has_the_last_word() -> None:
         loop.step({"x": torch.zeros(10), "lengths": [4, 3, 3]})
     for size in (True, 2.0, None, -1):
         loop, _ = make_loop(batch_size=lambda batch, size=size: size)
-        loop.step({"x": torch.zeros(2)})
         with pytest.raises(ParameterError, match=r"batch_size\(batch\)"):
             loop.step({"x": torch.zeros(2)})
 

@@ -73,10 +73,6 @@ class Plain:
         self.x = x
 
 
-class Marker:
-    """Told by its identity: it has no attributes."""
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor and array that a batch of the shapes below holds, in order."""
     if isinstance(value, torch.Tensor):
@@ -170,7 +166,6 @@ def test_snapshots_keep_what_is_no_data() -> None:
         "m": model,
         "g": generator,
         "o": marker,
-        "p": Marker(),
         "f": len,
         "t": int,
         "n": None,

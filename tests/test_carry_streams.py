@@ -56,6 +56,12 @@ def test_coverage_message_uses_the_names_of_the_configuration_and_a_change_that_
     validate_carry_coverage(streams=6, num_steps=12, interval=6, owner="Method", **names)
 
 
+@pytest.mark.parametrize("owner", [None, 3, b"DMD2"])
+def test_coverage_names_its_owner(owner: Any) -> None:
+    with pytest.raises(ValueError, match="owner must be a string"):
+        validate_carry_coverage(streams=2, num_steps=4, interval=2, owner=owner)
+
+
 @pytest.mark.parametrize("name", ["streams", "num_steps", "interval"])
 @pytest.mark.parametrize("value", BAD_COUNTS, ids=repr)
 def test_coverage_refuses_bad_counts(name: str, value: Any) -> None:
@@ -67,7 +73,7 @@ def test_coverage_refuses_bad_counts(name: str, value: Any) -> None:
 def rungs_by_round(carry: TrajectoryCarry, *, stagger_rank: int, num_steps: int, rounds: int) -> list[list[int]]:
     """Walk a carry by hand as its users do; per round, the rung of each slot that had its turn."""
     found: list[list[int]] = [[] for _ in range(rounds)]
-    for _ in range(rounds * carry.num_slots):
+    while carry.rounds < rounds:
         now = carry.rounds
         slot = carry.next_slot()
         held = carry.slots[slot]
@@ -77,14 +83,25 @@ def rungs_by_round(carry: TrajectoryCarry, *, stagger_rank: int, num_steps: int,
             rung = (start + now) % num_steps if first else 0
         else:
             rung = held["rung"]
-        if now < rounds:
-            found[now].append(rung)
+        found[now].append(rung)
         if rung + 1 == num_steps:
             carry.clear(slot)
             carry.seeded[slot] = True
         else:
-            carry.set(slot, state=None, rung=rung + 1, raw_batch=None)
+            carry.adopt(slot, state=None, rung=rung + 1, raw_batch=None, sample_ids=None)
     return found
+
+
+def make_loop(num_steps: int, slots: int, rank: int, groups: int) -> CarryLoop:
+    return CarryLoop(
+        lambda state, timestep, batch: state,
+        range(num_steps),
+        start=lambda batch: torch.zeros(1),
+        renoise=lambda state, pred, timestep, next_timestep, batch: pred,
+        num_slots=slots,
+        stagger_rank=rank,
+        stagger_groups=groups,
+    )
 
 
 def is_accepted(streams: int, num_steps: int, interval: int) -> bool:
@@ -131,20 +148,69 @@ def test_coverage_holds_after_a_restart_at_any_micro_batch(num_steps: int) -> No
                     assert (updated == every) == is_accepted(groups * slots, num_steps, interval)
 
 
+def rungs_at(carry: TrajectoryCarry, *, stagger_rank: int, num_steps: int, rounds: int) -> list[list[int]]:
+    """`rungs_by_round`, without the rounds that the carry had before."""
+    return rungs_by_round(carry, stagger_rank=stagger_rank, num_steps=num_steps, rounds=carry.rounds + rounds)[-rounds:]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_a_run_that_resumes_every_few_steps_is_where_an_unbroken_one_is(num_steps: int) -> None:
+    every, steps = set(range(num_steps)), 36
+    for slots in range(1, 7):
+        unbroken = [
+            rungs_at(TrajectoryCarry(slots), stagger_rank=rank, num_steps=num_steps, rounds=steps) for rank in range(6)
+        ]
+        for pieces in range(1, 7):  # steps from one resume to the next
+            for rank in range(6):
+                walk = []
+                for step in range(0, steps, pieces):
+                    carry = TrajectoryCarry(slots)
+                    carry.restart(step * slots)
+                    walk += rungs_at(carry, stagger_rank=rank, num_steps=num_steps, rounds=min(pieces, steps - step))
+                assert walk == unbroken[rank]
+        for interval in range(1, 7):
+            for groups in range(1, 7):
+                updated = {r for walk in unbroken[:groups] for rungs in walk[::interval] for r in rungs}
+                assert (updated == every) == is_accepted(groups * slots, num_steps, interval)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_a_loop_goes_on_after_a_resume_at_any_micro_batch(num_steps: int) -> None:
+    for slots in range(1, 4):
+        for micro_batch in range(3 * slots + 1):
+            unbroken, resumed = (make_loop(num_steps, slots, 1, 2) for _ in range(2))
+            rungs = [unbroken.step(None).rung for _ in range(micro_batch + 2 * slots)]
+            resumed.restart(micro_batch)
+            assert [resumed.step(None).rung for _ in range(2 * slots)] == rungs[micro_batch:]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_streams_stay_level_after_steps_that_broke_off(num_steps: int) -> None:
+    for slots in range(1, 5):
+        for broken in range(slots):  # micro-batches of the step that broke off
+            for rank in range(3):
+                loop = make_loop(num_steps, slots, rank, 3)
+                for _ in range(2):
+                    for slot in range(slots):
+                        loop.step(None, slot=slot)
+                for slot in range(broken):
+                    loop.step(None, slot=slot)
+                loop.align()
+                steps = [loop.step(None, slot=slot) for _ in range(3) for slot in range(slots)]
+                first = [2 + (broken > 0) + rank * slots + slot for slot in range(slots)]
+                assert [s.rung for s in steps] == [(rung + now) % num_steps for now in range(3) for rung in first]
+                # those who missed a turn walk the grid again, on all ranks alike
+                missed = slots - broken if broken else 0
+                assert [s.forwards for s in steps[:slots]] == [1] * (slots - missed) + [num_steps] * missed
+                assert {s.forwards for s in steps[slots:]} == {1}
+
+
 @pytest.mark.parametrize("num_steps", range(1, 6))
 def test_the_loop_walks_the_rungs_counted_by_hand(num_steps: int) -> None:
     for slots in range(1, 4):
         for groups in range(1, 4):
             for rank in range(groups):
-                loop = CarryLoop(
-                    lambda state, timestep, batch: state,
-                    range(num_steps),
-                    start=lambda batch: torch.zeros(1),
-                    renoise=lambda state, pred, timestep, next_timestep, batch: pred,
-                    num_slots=slots,
-                    stagger_rank=rank,
-                    stagger_groups=groups,
-                )
+                loop = make_loop(num_steps, slots, rank, groups)
                 rungs = [[loop.step(None).rung for _ in range(slots)] for _ in range(num_steps + 2)]
                 expected = rungs_by_round(
                     TrajectoryCarry(slots), stagger_rank=rank, num_steps=num_steps, rounds=num_steps + 2

@@ -7,12 +7,13 @@ schedule of the form `x = alpha(t) * clean + sigma(t) * noise`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpusampler.errors import ParameterError
+from gpusampler.errors import ParameterError, ParameterTypeError, quote
 
 AlphaSigma = Callable[[Any], tuple[Any, Any]]
 Renoise = Callable[[torch.Tensor, torch.Tensor, Any, Any, Any], torch.Tensor]
@@ -42,17 +43,23 @@ def sde_renoise(alpha_sigma: AlphaSigma = rectified_flow, generator: torch.Gener
         generator: source of the noise, on the device of the state; ranks that share a trajectory need equal seeds.
 
     Returns:
-        A re-noising callable.
+        A re-noising callable; its noise has the dtype of the state.
+
+    Raises:
+        ParameterError: `alpha_sigma` is not callable, or `generator` is no generator.
 
     Example:
         >>> renoise = sde_renoise()
         >>> renoise(torch.zeros(2), torch.tensor([1.0, 2.0]), 0.5, 0.0, None)
         tensor([1., 2.])
     """
+    _check_alpha_sigma(alpha_sigma)
+    if not isinstance(generator, (torch.Generator, type(None))):
+        raise ParameterTypeError(f"generator must be a torch.Generator or None, got {quote(generator)}")
 
     def renoise(state: torch.Tensor, pred: torch.Tensor, timestep: Any, next_timestep: Any, _: Any) -> torch.Tensor:
         alpha, sigma = alpha_sigma(next_timestep)
-        noise = torch.randn(pred.shape, dtype=pred.dtype, device=pred.device, generator=generator)
+        noise = torch.randn(pred.shape, dtype=state.dtype, device=pred.device, generator=generator)
         moved: torch.Tensor = alpha * pred + sigma * noise
         return moved
 
@@ -68,18 +75,42 @@ def ode_renoise(alpha_sigma: AlphaSigma = rectified_flow) -> Renoise:
     Returns:
         A re-noising callable.
 
+    Raises:
+        ParameterError: `alpha_sigma` is not callable. Later, where sigma is 0: `CarryLoop` checks its schedule at once.
+
     Example:
         >>> clean, noise = torch.tensor([1.0]), torch.tensor([3.0])
         >>> ode_renoise()(0.5 * clean + 0.5 * noise, clean, 0.5, 0.25, None)
         tensor([1.5000])
     """
+    _check_alpha_sigma(alpha_sigma)
+    return _Ode(alpha_sigma)
 
-    def renoise(state: torch.Tensor, pred: torch.Tensor, timestep: Any, next_timestep: Any, _: Any) -> torch.Tensor:
-        alpha, sigma = alpha_sigma(timestep)
-        if not isinstance(sigma, torch.Tensor) and sigma == 0:  # a tensor's value would cost a synchronisation
-            raise ParameterError(f"sigma is 0 at timestep {timestep}, so the state implies no noise: drop that rung")
-        next_alpha, next_sigma = alpha_sigma(next_timestep)
+
+@dataclass(frozen=True)
+class _Ode:
+    alpha_sigma: AlphaSigma
+
+    def __call__(
+        self, state: torch.Tensor, pred: torch.Tensor, timestep: Any, next_timestep: Any, _: Any
+    ) -> torch.Tensor:
+        alpha, sigma = self.alpha_sigma(timestep)
+        if not isinstance(sigma, torch.Tensor):  # a tensor's value would cost a synchronisation
+            _check_sigma(timestep, sigma)
+        next_alpha, next_sigma = self.alpha_sigma(next_timestep)
         moved: torch.Tensor = next_alpha * pred + next_sigma * (state - alpha * pred) / sigma
         return moved
 
-    return renoise
+    def check_schedule(self, schedule: Sequence[Any]) -> None:
+        for timestep in schedule[:-1]:
+            _check_sigma(timestep, self.alpha_sigma(timestep)[1])
+
+
+def _check_sigma(timestep: Any, sigma: Any) -> None:
+    if torch.as_tensor(sigma == 0).any():
+        raise ParameterError(f"sigma is 0 at timestep {quote(timestep)}, so the state implies no noise: drop that rung")
+
+
+def _check_alpha_sigma(alpha_sigma: Any) -> None:
+    if not callable(alpha_sigma):
+        raise ParameterTypeError(f"alpha_sigma must be callable, got {quote(alpha_sigma)}")

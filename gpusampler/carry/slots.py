@@ -19,20 +19,21 @@ import numpy as np
 import torch
 
 from gpusampler.carry.snapshot import copy_of
-from gpusampler.carry.visit import held_bytes
+from gpusampler.carry.streams import MAX_SLOTS
+from gpusampler.carry.visit import has_data, held_bytes
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
-
-_MAX_SLOTS = 1 << 20  # far above any accumulation; a mistyped count must not fill the memory
 
 
 @dataclass(frozen=True)
 class CarryMemory:
-    """Bytes held by a carry.
+    """Bytes held by a carry: tensors and arrays by their elements, other data and its containers by `sys.getsizeof`.
+
+    What a batch shares with its copies, such as a module or a function, counts nothing.
 
     Attributes:
         total: all slots, all devices.
         per_slot: one number for each slot.
-        by_device: one number for each device that holds something; numpy arrays count as "cpu".
+        by_device: one number for each device that holds something; all but tensors counts as "cpu".
     """
 
     total: int
@@ -73,7 +74,7 @@ class TrajectoryCarry:
     sample_ids: list[tuple[Hashable, ...] | None]
 
     def __init__(self, num_slots: int, *, max_bytes: int | None = None) -> None:
-        self.num_slots = check_int("num_slots", num_slots, minimum=1, maximum=_MAX_SLOTS)
+        self.num_slots = check_int("num_slots", num_slots, minimum=1, maximum=MAX_SLOTS)
         self.max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes, minimum=1)
         self.restart()
 
@@ -81,17 +82,19 @@ class TrajectoryCarry:
         """Drop every trajectory and start over: each slot is unseeded, and the round-robin begins where asked.
 
         Args:
-            micro_batch: micro-batches this rank has run so far in the run, such as the count a resumed sampler
-                continues from. The next slot is `micro_batch % num_slots`.
+            micro_batch: micro-batches this rank has run in the whole run, earlier epochs included. The next slot is
+                `micro_batch % num_slots`, and `rounds` goes on from there, so that streams seeded anew are on the
+                rungs where they would be without the restart.
 
         Raises:
             ParameterError: `micro_batch` is no int or negative.
         """
-        self._calls = self._first_call = check_int("micro_batch", micro_batch, minimum=0)
+        self._calls = check_int("micro_batch", micro_batch, minimum=0)
         self.slots = [None] * self.num_slots
         self.seeded = [False] * self.num_slots
         self.sample_ids = [None] * self.num_slots
-        self._bytes: list[Counter[str]] = [Counter() for _ in range(self.num_slots)]
+        self._bytes: list[Counter[str]] = [Counter()] * self.num_slots
+        self._batch_bytes = self._bytes.copy()
 
     @property
     def upcoming_slot(self) -> int:
@@ -100,12 +103,30 @@ class TrajectoryCarry:
 
     @property
     def rounds(self) -> int:
-        """Optimizer steps since the last `restart`: 0 until the round-robin first comes back to slot 0.
+        """Optimizer steps so far, as calls count them: 0 until the round-robin first comes back to slot 0.
 
-        A stream that starts late, as slots below the first do after a restart in mid-step, has to start this many
-        rungs further on to be where it would have been.
+        A stream that is seeded late, as all are after a restart, has to start this many rungs further on to be where
+        it would have been.
         """
-        return self._calls // self.num_slots - self._first_call // self.num_slots
+        return self._calls // self.num_slots
+
+    def align(self, slot: int = 0) -> None:
+        """Move on to the next turn of `slot`, as after a step that was broken off; nothing happens if it has its turn.
+
+        Slots that miss their turn are dropped and unseeded: seeded anew, they are level with the others, which go on.
+        The same slots miss it on every rank that broke off at the same micro-batch.
+
+        Args:
+            slot: in [0, num_slots).
+
+        Raises:
+            ParameterError: slot out of range.
+        """
+        slot = self._check_slot(slot)
+        while self.upcoming_slot != slot:
+            missed = self.next_slot()
+            self.clear(missed)
+            self.seeded[missed] = False
 
     def next_slot(self) -> int:
         """The slot of this call; calls take the slots in turn."""
@@ -126,7 +147,7 @@ class TrajectoryCarry:
 
         Args:
             slot: in [0, num_slots).
-            state: tensor, or container of tensors; copied and detached, on its own device.
+            state: tensor or array, or a container of them; copied and detached, on its own device.
             rung: the rung on which `state` is, from 0.
             raw_batch: the conditioning; copied as by `snapshot_raw_batch`, unless it is the very object that the slot
                 holds already.
@@ -139,6 +160,8 @@ class TrajectoryCarry:
         slot = self._check_slot(slot)
         rung = check_int("rung", rung, minimum=0)
         ids = as_sample_ids(sample_ids)
+        if not has_data(state):
+            raise ParameterTypeError(f"state must be a tensor or hold one, got {quote(state)}")
         held = self.slots[slot]
         if held is None or held["raw_batch"] is not raw_batch:
             raw_batch = copy_of(raw_batch, name="raw_batch")
@@ -159,10 +182,13 @@ class TrajectoryCarry:
         Raises:
             ParameterError: more than `max_bytes` to hold; the slot keeps what it had.
         """
-        entry = {"state": state, "rung": rung, "raw_batch": raw_batch}
-        size = held_bytes(entry)
+        held = self.slots[slot]
+        is_held = held is not None and held["raw_batch"] is raw_batch
+        batch_bytes = self._batch_bytes[slot] if is_held else held_bytes(raw_batch)
+        size = held_bytes(state) + batch_bytes
         self._check_bytes(slot, size.total())
-        self.slots[slot], self.sample_ids[slot], self._bytes[slot] = entry, sample_ids, size
+        self.slots[slot] = {"state": state, "rung": rung, "raw_batch": raw_batch}
+        self.sample_ids[slot], self._bytes[slot], self._batch_bytes[slot] = sample_ids, size, batch_bytes
         self.seeded[slot] = True
 
     def clear(self, slot: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from gpusampler.carry.visit import ATTRIBUTE, ITEM, KEY, is_atom, slots_of
+from gpusampler.carry.visit import ATTRIBUTE, COMMON, ITEM, KEY, is_atom, slots_of
 from gpusampler.errors import ParameterError, ParameterTypeError, quote
 
 T = TypeVar("T")
@@ -40,8 +41,9 @@ def snapshot_raw_batch(batch: T, device: torch.device | str | int | None) -> T:
     tuple, set, deque, namedtuple, dataclass, Mapping (subclasses too) and plain objects keep their type and
     attributes, and no constructor runs. An object with a `to` method is copied first and then moved by its own `to`,
     so that a `to` which works in place never touches the batch; one that also has `clone` and `detach` is copied by
-    these. A leaf without attributes copies itself as for `copy.deepcopy`. A tensor met twice is copied once. A jagged
-    tensor's offsets are its shape, by which torch tells whether two are alike, and stay shared on the same device.
+    these. A `to` that takes no device, or gives another type, is not used. A leaf that is no plain object copies
+    itself as for `copy.deepcopy`. A tensor met twice is copied once. A jagged tensor's offsets are its shape, by which
+    torch tells whether two are alike, and stay shared on the same device.
 
     Args:
         batch: whatever the loader yields.
@@ -118,22 +120,27 @@ class _Copier:
             return self._tensor(value)
         if isinstance(value, np.ndarray):
             return self._array(value)
-        if isinstance(value, np.void):
+        if isinstance(value, np.void) and not value.dtype.hasobject:
             return value.copy()
-        if _has_methods(value, "to", "clone", "detach"):
+        moves_itself = _moves_itself(value)
+        if moves_itself and _has_methods(value, "clone", "detach"):
             clone = self._call(self._call(value, "clone"), "detach")
             return clone if self.device is None else self._call(clone, "to", self.device)
-        if _has_methods(value, "to") and self.device is not None and not isinstance(value, Mapping):
-            private = _Copier(None, "".join(form.format(key) for form, key in self.path)).copy(value)
-            moved = self._call(private, "to", self.device)
-            return private if moved is None else moved
-        return self._container(value)
+        if not moves_itself or self.device is None or isinstance(value, Mapping):
+            return self._container(value)
+        private = _Copier(None, "".join(form.format(key) for form, key in self.path)).copy(value)
+        moved = self._call(private, "to", self.device)
+        if moved is None:
+            return private
+        return moved if type(moved) is type(value) else self._container(value)
 
     def _call(self, value: Any, method: str, *arguments: Any) -> Any:
         try:
             return getattr(value, method)(*arguments)
-        except (TypeError, AttributeError, NotImplementedError) as error:
-            return self._refuse(value, f"its {method} failed, {error}", error)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return self._refuse(value, f"its {method} failed, {quote(error)}", error)
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -153,7 +160,7 @@ class _Copier:
         return self._object(value)
 
     def _items(self, items: Iterable[Any]) -> list[Any]:
-        return [self.copy(item, ITEM, index) for index, item in enumerate(items)]
+        return [i if type(i) in COMMON else self.copy(i, ITEM, index) for index, i in enumerate(items)]
 
     def _new(self, base: Any, value: Any) -> Any:
         """An empty object of the same type, made by its builtin base: no code of the type runs."""
@@ -216,12 +223,13 @@ class _Copier:
         """A new object of the same type with copied attributes, or what the copy protocol of a leaf gives."""
         if isinstance(value, _REFUSED):
             self._refuse(value, _ADVICE)
-        if getattr(value, "__dict__", None) or any(True for _ in slots_of(value)):
+        kind: Any = type(value)
+        is_plain = kind.__new__ is object.__new__ and hasattr(value, "__dict__")
+        if is_plain or getattr(value, "__dict__", None) or any(True for _ in slots_of(value)):
             base = SimpleNamespace if isinstance(value, SimpleNamespace) else object
             return self._set_attributes(self._new(base, value), value)
-        kind: Any = type(value)
-        if kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
-            return value  # nothing to copy, and it may be a marker that is told by its identity
+        if isinstance(value, np.void):
+            self._refuse(value, "it has objects in it; only a plain array of dtype object may")
         try:
             return copy.deepcopy(value)
         except Exception as error:
@@ -237,6 +245,21 @@ class _Copier:
 
 def _is(new: Any, old: Any) -> bool:
     return new is old
+
+
+def _moves_itself(value: Any) -> bool:
+    """Whether `value` has a `to` that takes a device."""
+    if not _has_methods(value, "to"):
+        return False
+    try:
+        signature = inspect.signature(value.to)
+    except (TypeError, ValueError):  # an extension type's says nothing
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _has_methods(value: Any, *names: str) -> bool:

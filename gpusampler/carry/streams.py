@@ -1,7 +1,8 @@
 """How many trajectory streams a run has, where each starts on the grid, and whether together they train every rung.
 
 A stream is one (stagger group, slot) pair. Stream `group * num_slots + slot` starts that many rungs in, modulo the
-grid, and moves one rung an optimizer step.
+grid, and moves one rung an optimizer step: at step t it is on rung `(group * num_slots + slot + t) mod num_steps`,
+also after a resume that says at which step it is.
 
 Why `streams >= gcd(num_steps, interval)`: a stream that starts on rung o is on rung (o + t) mod n at step t. Updates
 come at the multiples of the interval, so it is updated on the rungs (o + k * interval) mod n: exactly those that equal
@@ -18,6 +19,7 @@ from typing import Any
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 
+MAX_SLOTS = 1 << 20  # far above any accumulation; a mistyped count must not fill the memory
 _MISSING = object()
 
 
@@ -40,7 +42,7 @@ def stagger_offset(*, stagger_rank: int, num_slots: int, slot: int, num_steps: i
         >>> [stagger_offset(stagger_rank=r, num_slots=2, slot=s, num_steps=3) for r in (0, 1) for s in (0, 1)]
         [0, 1, 2, 0]
     """
-    num_slots = check_int("num_slots", num_slots, minimum=1)
+    num_slots = check_int("num_slots", num_slots, minimum=1, maximum=MAX_SLOTS)
     num_steps = check_int("num_steps", num_steps, minimum=1)
     slot = check_int("slot", slot, minimum=0, maximum=num_slots - 1)
     return (check_int("stagger_rank", stagger_rank, minimum=0) * num_slots + slot) % num_steps
@@ -66,7 +68,8 @@ def validate_carry_coverage(
         interval_name: what the configuration calls `interval`; for the message.
 
     Raises:
-        ParameterError: a count that is no int or below 1, or `streams < gcd(num_steps, interval)`.
+        ParameterError: a count that is no int or below 1, an owner that is no string, or
+            `streams < gcd(num_steps, interval)`.
 
     Example:
         >>> validate_carry_coverage(streams=2, num_steps=4, interval=2, owner="DMD2")
@@ -77,6 +80,8 @@ def validate_carry_coverage(
 a trajectory meets updates only on rungs that are equal modulo gcd(4, 2) = 2, and streams=1 (stagger groups x slots) \
 is below that. Use at least 2 streams, or another interval, such as 3
     """
+    if not isinstance(owner, str):
+        raise ParameterTypeError(f"owner must be a string, got {quote(owner)}")
     streams = check_int("streams", streams, minimum=1)
     num_steps = check_int(num_steps_name, num_steps, minimum=1)
     interval = check_int(interval_name, interval, minimum=1)
@@ -108,7 +113,8 @@ def parse_carry_slots(method_config: Any, loop_config: Any, *, key: str = "rollo
         The number of slots.
 
     Raises:
-        ParameterError: a count that is no int or below 1, counts that differ, or no `gradient_accumulation_steps`.
+        ParameterError: a count that is no int, below 1 or above 2**20, counts that differ, or no
+            `gradient_accumulation_steps`.
 
     Example:
         >>> parse_carry_slots({}, {"gradient_accumulation_steps": 4})
@@ -120,7 +126,7 @@ def parse_carry_slots(method_config: Any, loop_config: Any, *, key: str = "rollo
     rounds = _setting(loop_config, rounds_name, default=_MISSING)
     if rounds is _MISSING:
         raise ParameterError(f"loop_config has no {rounds_name}, got {quote(loop_config)}")
-    rounds = 1 if rounds is None else check_int(rounds_name, rounds, minimum=1)
+    rounds = 1 if rounds is None else check_int(rounds_name, rounds, minimum=1, maximum=MAX_SLOTS)
     slots = _setting(method_config, key, default=None)
     if slots is None:
         return rounds

@@ -1,6 +1,6 @@
 """What a batch holds: its leaves and containers, their lengths and their bytes. Nothing is changed or copied here.
 
-Cost: one visit of each container. Limit: what an object hides from its attributes, such as in a closure, is not seen.
+Cost: one visit of each item. Limit: what an object hides from its attributes, such as in a closure, is not seen.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import enum
 import re
+import sys
 import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ import torch
 
 ITEM, ATTRIBUTE, KEY = "[{!r}]", ".{}", " key {!r}"
 
-_COMMON = {type(None), str, bytes, int, float, bool, complex}
+COMMON = {type(None), str, bytes, int, float, bool, complex}
 _VALUES = (str, bytes, Number, np.generic, range, datetime.date, datetime.time, datetime.timedelta, uuid.UUID)
 _FIXED = (type, ModuleType, BuiltinFunctionType, enum.Enum, EllipsisType, PurePath, re.Pattern, np.dtype)
 _TORCH = (torch.nn.Module, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -30,11 +31,11 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def is_atom(value: Any) -> bool:
     """Whether `value` is immutable, or code, a module or a random generator: what a copy of a batch keeps as it is."""
-    if type(value) in _COMMON or type(value) is object or isinstance(value, (*_FIXED, *_TORCH)):
+    if type(value) in COMMON or type(value) is object or isinstance(value, (*_FIXED, *_TORCH)):
         return True
     if isinstance(value, FunctionType):
         return value.__closure__ is None
-    return isinstance(value, _VALUES) and not isinstance(value, np.void) and not getattr(value, "__dict__", None)
+    return isinstance(value, _VALUES) and not isinstance(value, np.void) and not hasattr(value, "__dict__")
 
 
 def slots_of(value: Any) -> Iterator[tuple[MemberDescriptorType, Any]]:
@@ -63,24 +64,42 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def held_bytes(value: Any) -> Counter[str]:
-    """Bytes of the tensors and arrays inside `value`, by device ("cpu" for arrays).
+    """Bytes of what `value` holds, by device ("cpu" for all but tensors).
 
-    One met twice counts once; of a jagged or compressed sparse tensor only the values count.
+    Tensors and arrays count by their elements, all other data and its containers by `sys.getsizeof`. One object met
+    twice counts once; of a jagged or compressed sparse tensor only the values count. What copies keep as it is counts
+    nothing, unless it is a string, a number or another value.
     """
     total: Counter[str] = Counter()
     seen: dict[int, Any] = {}
     stack = [value]
     while stack:
         item = stack.pop()
-        if is_atom(item) or id(item) in seen:
+        if id(item) in seen or (is_atom(item) and not isinstance(item, _VALUES)):
             continue
         seen[id(item)] = item
         if isinstance(item, torch.Tensor):
             total[str(item.device)] += _tensor_bytes(item)
         elif isinstance(item, np.ndarray):
             total["cpu"] += item.nbytes
+        else:
+            total["cpu"] += sys.getsizeof(item)
         stack.extend(child for _, _, child in children(item))
     return total
+
+
+def has_data(value: Any) -> bool:
+    """Whether a tensor or an array is anywhere inside `value`."""
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (torch.Tensor, np.ndarray)):
+            return True
+        if not is_atom(item) and id(item) not in seen:
+            seen[id(item)] = item
+            stack.extend(child for _, _, child in children(item))
+    return False
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
