@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MOST_OVER = 12
+_MOST_WATCH = 1e6
 
 
 def register(subparsers: Subparsers) -> None:
@@ -65,7 +67,8 @@ def _add_memory(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(func=run_memory)
     parser.add_argument("--device", type=int, metavar="N", help="CUDA index (default: every visible device)")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="poll one device for so long")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="poll one device for so long, or until "
+                        "interrupted")  # fmt: skip
     parser.add_argument("--interval", type=float, default=0.05, metavar="SECONDS", help="between polls (default 0.05)")
     parser.add_argument("--plot", metavar="PNG", help="with --watch: also write a picture (png, svg or pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
@@ -134,9 +137,17 @@ def run_memory(arguments: argparse.Namespace) -> int:
     """Report or watch."""
     if arguments.watch is not None:
         seconds = check_float("watch", arguments.watch, minimum=0.0)
-        with MemoryTracker(arguments.device, interval=arguments.interval) as tracker:
+        if seconds > _MOST_WATCH:
+            raise ParameterError(f"watch must be at most {_MOST_WATCH:g} seconds, got {seconds:g}")
+        if arguments.plot is not None:
+            from gpusampler.plot import check_plot
+
+            check_plot(arguments.plot)
+        tracker = MemoryTracker(arguments.device, interval=arguments.interval)
+        with suppress(KeyboardInterrupt), tracker:
             time.sleep(seconds)
-        print(json.dumps(tracker.to_dict()) if arguments.json else memory_report(arguments.device).table())
+        report = f"{memory_report(arguments.device).table()}\n{tracker.timeline_summary()}"
+        print(json.dumps(tracker.to_dict()) if arguments.json else report)
         if arguments.plot is not None:
             tracker.plot(arguments.plot)
         return 0
@@ -210,7 +221,7 @@ def _load(name: str) -> Callable[[int, int], Any]:
     sys.path.insert(0, "")
     try:
         step: Callable[[int, int], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, ValueError, AttributeError) as error:
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
         raise ParameterError(f"--dry-run must be MODULE:FUNCTION, got {name!r}: {error}") from error
     finally:
         sys.path.remove("")

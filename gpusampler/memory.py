@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpusampler.errors import check_bool, check_float, check_int
+from gpusampler.errors import ParameterError, check_bool, check_float, check_int
 from gpusampler.memory_report import GIB, MemoryReport, allocator, cell, device_index, memory_report, report_on
 from gpusampler.nvml import Nvml, cuda_started
 from gpusampler.regression import Floats
@@ -27,6 +27,7 @@ from gpusampler.tables import as_table
 
 __all__ = ["MemoryReport", "MemoryTracker", "Moment", "Peak", "memory_report"]
 
+_MOST_SECONDS = 1e6
 _OFF: AbstractContextManager[None] = nullcontext()
 
 
@@ -56,7 +57,7 @@ class MemoryTracker:
 
     Args:
         device: CUDA device; default: the current one when a micro-batch starts.
-        interval: seconds between polls, at least 0.001; None for no timeline.
+        interval: seconds between polls, 0.001 to 1e6; None for no timeline.
         enabled: False makes everything a no-op.
         capacity: micro-batches and polls to keep, the latest.
 
@@ -82,6 +83,8 @@ class MemoryTracker:
         self.device = device
         self._index = device_index(device)
         self.interval = None if interval is None else check_float("interval", interval, minimum=0.001)
+        if self.interval is not None and self.interval > _MOST_SECONDS:
+            raise ParameterError(f"interval must be at most {_MOST_SECONDS:g} seconds, got {interval}")
         self.enabled = check_bool("enabled", enabled)
         self.peaks: deque[Peak] = deque(maxlen=check_int("capacity", capacity, minimum=1))
         self.timeline: deque[Moment] = deque(maxlen=capacity)
@@ -90,18 +93,33 @@ class MemoryTracker:
         self._began = monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._inside = False
 
     def microbatch(self, samples: int, length: int) -> AbstractContextManager[None]:
         """Context that notes the peak of one micro-batch; one that fails leaves no peak.
 
+        Within another it notes nothing: the peak of the whole counts.
+
         Args:
-            samples: in the micro-batch.
-            length: that they are padded to.
+            samples: in the micro-batch, >= 1.
+            length: that they are padded to, >= 1.
         """
-        return self._measure(samples, length) if self.enabled else _OFF
+        if not self.enabled:
+            return _OFF
+        return self._measure(check_int("samples", samples, minimum=1), check_int("length", length, minimum=1))
 
     @contextmanager
     def _measure(self, samples: int, length: int) -> Iterator[None]:
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            yield from self._note_peak(samples, length)
+        finally:
+            self._inside = False
+
+    def _note_peak(self, samples: int, length: int) -> Iterator[None]:
         self._index = index = device_index(self.device)
         if index is None:
             self.reason = f"{self.device} is not a CUDA device"
@@ -113,7 +131,7 @@ class MemoryTracker:
         # where this micro-batch was what started CUDA, the peaks began at zero
         after, reason = allocator(index)
         if after:
-            self.peaks.append(Peak(int(samples), int(length), after["allocated_peak"], after["pool_peak"]))
+            self.peaks.append(Peak(samples, length, after["allocated_peak"], after["pool_peak"]))
         else:
             self.reason = reason
 
@@ -174,8 +192,8 @@ class MemoryTracker:
             json.dump(self.to_dict(), file, indent=1)
 
     def table(self, rows: int = 10) -> str:
-        """The device now, and the micro-batches with the highest peaks."""
-        text = [memory_report(self.device).table(), ""]
+        """The device now, the timeline in a line, and the micro-batches with the highest peaks."""
+        text = [memory_report(self.device).table(), self.timeline_summary(), ""]
         if not self.peaks:
             return "\n".join([*text, f"no peaks: {self.reason or 'no micro-batch was measured'}"])
         highest = sorted(self.peaks, key=lambda peak: peak.allocated, reverse=True)[:rows]
@@ -185,6 +203,17 @@ class MemoryTracker:
         ]
         text.append(as_table(("samples x length", "tokens", "allocated", "pool"), cells))
         return "\n".join(text)
+
+    def timeline_summary(self) -> str:
+        """How often the device was polled, and the most that was seen."""
+        if self.interval is None:
+            return "timeline       not polled"
+        seen = {name: [getattr(each, name) for each in self.timeline] for name in ("used", "process", "pool")}
+        most = {
+            name: max((value for value in values if value is not None), default=None) for name, values in seen.items()
+        }
+        figures = ", ".join(f"{name} {cell(value)}" for name, value in most.items())
+        return f"timeline       {len(self.timeline)} polls, {self.interval * 1000:g} ms apart; at most: {figures}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Write a picture: peaks over padded tokens, and the timeline; its format follows from the extension.

@@ -150,7 +150,8 @@ def allocator(index: int) -> tuple[dict[str, int], str]:
 def _from_runtime(index: int, reading: NvmlReading) -> NvmlReading:
     try:
         free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError:
+    # as above: whatever it is, NVML's reason stands
+    except Exception:
         return reading
     reasons = {name: why for name, why in reading.reasons.items() if name not in ("api", "total", "free")}
     known = {name: getattr(reading, name) for name in ("name", "uuid", "found_by", "reserved", "process")}

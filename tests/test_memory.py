@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import sys
 import threading
 import time
@@ -203,6 +205,23 @@ def test_peaks_of_micro_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
     assert "2 x 2048" not in tracker.table(rows=1)
 
 
+def test_a_micro_batch_within_another_does_not_hide_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeLibrary([Gpu(A)]))
+    allocator = FakeAllocator(monkeypatch)
+    tracker = MemoryTracker(interval=None)
+    with tracker.microbatch(8, 512):
+        allocator.hold(4 * GIB)
+        allocator.hold(-4 * GIB)
+        with pytest.raises(KeyError), tracker.microbatch(1, 512):
+            raise KeyError
+        with tracker.microbatch(1, 512):
+            pass
+    assert list(tracker.peaks) == [(8, 512, 4 * GIB, 4 * GIB)]
+    with tracker.microbatch(2, 512):
+        pass
+    assert len(tracker.peaks) == 2
+
+
 def test_a_micro_batch_that_fails_leaves_no_peak_and_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeLibrary([Gpu(A)]))
     FakeAllocator(monkeypatch)
@@ -241,6 +260,7 @@ def test_timeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {moment.process for moment in tracker.timeline} == {2 * GIB}
     seconds = [moment.seconds for moment in tracker.timeline]
     assert seconds == sorted(seconds)
+    assert re.search(rf"timeline +{polled} polls, 2 ms apart; at most: used 60.000 GiB", tracker.table())
     tracker.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     tracker.save(tmp_path / "memory.json")
@@ -289,6 +309,7 @@ def test_without_cuda_there_are_no_peaks_and_a_reason() -> None:
     [
         ({"interval": 0.0}, "interval must be at least 0.001"),
         ({"interval": "fast"}, "interval must be a number"),
+        ({"interval": 1e300}, r"interval must be at most 1e\+06 seconds, got 1e\+300"),
         ({"enabled": 1}, "enabled must be True or False"),
         ({"capacity": 0}, "capacity must be at least 1"),
     ],
@@ -296,6 +317,12 @@ def test_without_cuda_there_are_no_peaks_and_a_reason() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         MemoryTracker(**options)
+
+
+@pytest.mark.parametrize(("samples", "length", "name"), [(0, 8, "samples"), ("a", 8, "samples"), (8, 1.5, "length")])
+def test_shapes_that_are_none_are_refused_before_the_micro_batch(samples: Any, length: Any, name: str) -> None:
+    with pytest.raises(ParameterError, match=f"{name} must be"):
+        MemoryTracker(interval=None).microbatch(samples, length)
 
 
 def run(*argv: str) -> int:
@@ -320,6 +347,20 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     watched = json.loads(capsys.readouterr().out)
     assert len(watched["timeline"]) >= 2
     assert plot.read_text().lstrip().startswith("<?xml")
+    assert run("memory", "--watch", "0.02", "--interval", "0.002") == 0
+    assert re.search(r"timeline +\d+ polls, 2 ms apart; at most: used 30.000 GiB, process -", capsys.readouterr().out)
+
+
+def test_an_interrupted_watch_tells_what_it_saw(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, FakeLibrary([Gpu(A)]))
+    timer = threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+    timer.start()
+    assert run("memory", "--watch", "100", "--interval", "0.002", "--json") == 0
+    timer.join()
+    assert len(json.loads(capsys.readouterr().out)["timeline"]) >= 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "gpusampler-memory"]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +370,9 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         (["--watch", "-1"], "watch must be at least 0"),
         (["--watch", "0", "--interval", "0"], "interval must be at least"),
         (["--device", "-1"], "device must be at least 0"),
+        (["--watch", "1e300"], "watch must be at most"),
+        (["--watch", "100", "--plot", "x.docx"], "plot must end in one of"),
+        (["--watch", "100", "--plot", "missing/x.png"], "no such folder"),
     ],
 )
 def test_bad_arguments(argv: list[str], message: str) -> None:
