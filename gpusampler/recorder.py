@@ -29,10 +29,10 @@ from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quo
 from gpusampler.nvml import cuda_started
 from gpusampler.regression import Floats
 from gpusampler.sampler import GPUBatchRebalanceSampler
+from gpusampler.slowest import slowest_shapes
 
 FORMAT = 1
 _MOST_LENGTH_ERROR = 0.25  # relative error of the longest sample's cost above which a new model is not applied
-_ALPHAS = np.concatenate([[0.0], np.geomspace(1e-6, 1e-1, 41)])
 
 
 class Refit(NamedTuple):
@@ -96,11 +96,14 @@ class CostRecorder:
         self.sampler = sampler
         self.warmup = check_int("warmup", warmup, minimum=0)
         self.window = check_int("window", window, minimum=1)
-        self._device = None if device is None else torch.device(device)
+        try:
+            self._device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ParameterError(f"device must be a torch device, got {quote(device)}") from error
         self._records: deque[tuple[int, int, int, float]] = deque(maxlen=check_int("capacity", capacity, minimum=4))
         self._pending: deque[tuple[int, int, int, Any, Any]] = deque(maxlen=capacity)
-        self._first: int | None = None
-        self._count = 0
+        self._measured = self._number = 0
+        self._iteration: Any = None
 
     def __len__(self) -> int:
         """Return the number of micro-batches whose times are known."""
@@ -112,27 +115,25 @@ class CostRecorder:
         """Time one micro-batch; every rank must measure each of its micro-batches, in order.
 
         Args:
-            samples: in the micro-batch.
-            length: that they are padded to.
+            samples: in the micro-batch, >= 1.
+            length: that they are padded to, >= 1.
         """
-        if self._first is None:
-            # numbers are those of slots: a run may be resumed within a step
-            taken = int(self.sampler.state_dict()["consumed"])
-            self._first = self._count = max(0, taken - 1) % self.sampler.grad_accum
-        number, self._count = self._count, self._count + 1
-        if number < self._first + self.warmup:
+        samples, length = check_int("samples", samples, minimum=1), check_int("length", length, minimum=1)
+        number = self._next_number()
+        self._measured += 1
+        if self._measured <= self.warmup:
             yield
         elif self._on_cuda():
             begin, end = _event(), _event()
-            begin.record()
+            begin.record(torch.cuda.current_stream(self._device))
             yield
-            end.record()
-            self._pending.append((number, int(samples), int(length), begin, end))
+            end.record(torch.cuda.current_stream(self._device))
+            self._pending.append((number, samples, length, begin, end))
             self._read_events()
         else:
             begun = perf_counter()
             yield
-            self._records.append((number, int(samples), int(length), perf_counter() - begun))
+            self._keep(number, samples, length, perf_counter() - begun)
 
     def refit(self) -> Refit:
         """Fit what was recorded and give the sampler the new model; call on every rank, between iterations.
@@ -164,7 +165,10 @@ class CostRecorder:
         return refit
 
     def state_dict(self) -> dict[str, Any]:
-        """The model in use; the same on every rank. Records are not kept: a resumed run times its own machine."""
+        """The model in use, which is what plans depend on; the same on every rank.
+
+        Records are not in it: a resumed run may have other machines or another `dp_size`, and measures anew.
+        """
         model = self.sampler.partition.cost
         return {"format": FORMAT, "alpha": model.alpha, "intercept": model.intercept}
 
@@ -184,15 +188,28 @@ class CostRecorder:
         self._apply(CostModel(alpha=state["alpha"], intercept=state["intercept"]), None)
         self._records.clear()
         self._pending.clear()
-        self._first = None
+        self._measured, self._iteration = 0, None
 
     def _on_cuda(self) -> bool:
         return cuda_started() if self._device is None else self._device.type == "cuda"
 
+    def _next_number(self) -> int:
+        """Number of a micro-batch, its slot modulo `grad_accum`; a run may be resumed, or leave an epoch, in a step."""
+        if self._iteration is not self.sampler._handout:
+            self._iteration = self.sampler._handout
+            taken = int(self.sampler.state_dict()["consumed"])
+            self._number += (max(0, taken - 1) - self._number) % self.sampler.grad_accum
+        self._number += 1
+        return self._number - 1
+
+    def _keep(self, number: int, samples: int, length: int, seconds: float) -> None:
+        if seconds > 0.0:  # less than the clock tells: nothing was run
+            self._records.append((number, samples, length, seconds))
+
     def _read_events(self) -> None:
         while self._pending and self._pending[0][4].query():
             number, samples, length, begin, end = self._pending.popleft()
-            self._records.append((number, samples, length, begin.elapsed_time(end) / 1000.0))
+            self._keep(number, samples, length, begin.elapsed_time(end) / 1000.0)
 
     def _check_boundary(self) -> int | None:
         """Micro-batches consumed of the epoch that is under way, None between epochs."""
@@ -255,39 +272,3 @@ class CostRecorder:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def slowest_shapes(records: Floats) -> Floats:
-    """Records of ranks that waited for each other, reduced to the shape that each time belongs to.
-
-    For a given `alpha` the costliest shape of a micro-batch is known, and time is linear in its cost; the `alpha` whose
-    line fits best, by the median of its relative errors, decides.
-
-    Args:
-        records: float64 [m, D, 3], samples, length and seconds of m micro-batches on D ranks.
-
-    Returns:
-        float64 [m, 3]: the costliest rank's shape, and the median of the times over ranks.
-
-    Example:
-        Two ranks; a time is that of the costlier shape at alpha = 0.001:
-
-        >>> shapes = np.array([[(8, 100), (1, 700)], [(4, 200), (1, 900)], [(2, 400), (1, 500)], [(9, 100), (1, 400)]])
-        >>> cost = shapes[..., 0] * (shapes[..., 1] + 0.001 * shapes[..., 1] ** 2)
-        >>> seconds = np.broadcast_to(cost.max(axis=1)[:, None, None], (4, 2, 1))
-        >>> slowest_shapes(np.concatenate([shapes, seconds], axis=2))[:, :2].astype(int).tolist()
-        [[1, 700], [1, 900], [2, 400], [9, 100]]
-    """
-    samples, length, _ = np.moveaxis(records, 2, 0)
-    seconds = np.median(records[..., 2], axis=1)
-    best, least = np.zeros(len(records), dtype=np.int64), np.inf
-    for alpha in _ALPHAS:
-        costs = samples * length * (1.0 + alpha * length)
-        slowest = costs.argmax(axis=1)
-        design = np.stack([np.ones_like(seconds), costs.max(axis=1)], axis=1) / seconds[:, None]
-        line = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)[0]
-        error = float(np.median(np.abs(1.0 - design @ line)))
-        if error < least:
-            best, least = slowest, error
-    rows = np.arange(len(records))
-    return np.stack([samples[rows, best], length[rows, best], seconds], axis=1)

@@ -23,7 +23,8 @@ from gpusampler import CostModel, GPUBatchRebalanceSampler, plan_batches
 from gpusampler import recorder as recorder_module
 from gpusampler.calibrate import fit_cost
 from gpusampler.errors import ParameterError, ParameterTypeError
-from gpusampler.recorder import CostRecorder, slowest_shapes
+from gpusampler.recorder import CostRecorder
+from gpusampler.slowest import slowest_shapes
 from gpusampler.traces import load_trace
 
 TRUE = CostModel(alpha=1e-3, intercept=500.0)
@@ -135,7 +136,7 @@ def test_what_does_not_suffice_changes_nothing(clock: Clock) -> None:
 def test_an_uncertain_fit_is_not_applied() -> None:
     sampler = GPUBatchRebalanceSampler([*range(10, 74), 10**6], 8, drop_last=False)
     recorder = CostRecorder(sampler, warmup=0)
-    for n, length, off in ((1, 20, 1.0), (2, 40, 1.3), (4, 70, 0.8), (1, 70, 1.2), (3, 30, 0.75), (5, 20, 1.1)):
+    for n, length, off in ((1, 20, 1.0), (20, 40, 1.3), (400, 70, 0.8), (100, 70, 1.2), (300, 30, 0.75), (50, 20, 1.1)):
         recorder._records.append((len(recorder), n, length, TOKEN * off * units(n, length)))
     refit = recorder.refit()
     assert not refit.applied
@@ -190,6 +191,8 @@ def test_bad_arguments() -> None:
         CostRecorder([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="without a cost_fn"):
         CostRecorder(GPUBatchRebalanceSampler([1, 2], 2, cost=CostModel(cost_fn=half)))
+    with pytest.raises(ParameterError, match="device must be a torch device, got 'gpu7'"):
+        CostRecorder(GPUBatchRebalanceSampler([1, 2], 2), device="gpu7")
     sampler = GPUBatchRebalanceSampler([1, 2], 2, dp_size=2, rank=0, process_group=None)
     for name, value in (("capacity", 3), ("warmup", -1), ("window", 0)):
         with pytest.raises(ParameterError, match=f"{name} must be at least"):
@@ -214,6 +217,65 @@ def test_a_micro_batch_that_fails_is_not_recorded() -> None:
     with pytest.raises(KeyError), recorder.measure(1, 2):
         raise KeyError
     assert len(recorder) == 0
+
+
+def test_slots_are_known_after_an_epoch_is_left_within_a_step(clock: Clock) -> None:
+    sampler = GPUBatchRebalanceSampler(lengths(800), 32, grad_accum=4, sync="step")
+    recorder = CostRecorder(sampler, warmup=2)
+    slots = []
+    for epoch, count in ((0, 6), (1, 3), (1, 9), (2, 5)):
+        sampler.set_epoch(epoch)
+        for slot, micro_batch in enumerate(sampler):
+            with recorder.measure(len(micro_batch), 100):
+                clock.now += 1.0
+            slots.append(slot % 4)
+            if slot == count - 1:
+                break
+    assert [record[0] % 4 for record in recorder._records] == slots[2:]
+    numbers = [record[0] for record in recorder._records]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_time_of_zero_and_no_shape_spoil_nothing(clock: Clock) -> None:
+    sampler = GPUBatchRebalanceSampler(lengths(800), 32, grad_accum=4)
+    recorder = CostRecorder(sampler)
+    train(clock, sampler, recorder)
+    with recorder.measure(1, 7):
+        pass
+    for shape in ((0, 7), (1, 0), (1.5, 7), (1, "7")):
+        with pytest.raises(ParameterError, match=r"(samples|length) must be"), recorder.measure(*shape):  # type: ignore[arg-type]
+            raise AssertionError
+    assert recorder.refit().applied
+
+
+class Event:
+    """A CUDA event on a machine without: over when the stream is told to be."""
+
+    over = False
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return Event.over
+
+    def elapsed_time(self, end: Event) -> float:
+        return 7.0
+
+
+def test_events_are_recorded_where_the_micro_batches_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    monkeypatch.setattr(recorder_module, "_event", lambda: events.append(Event()) or events[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    recorder = CostRecorder(GPUBatchRebalanceSampler([1, 2, 3], 2), device="cuda:1", warmup=0)
+    monkeypatch.setattr(Event, "over", False)
+    with recorder.measure(2, 3):
+        pass
+    assert len(recorder) == 0  # never waited for
+    Event.over = True
+    assert len(recorder) == 1
+    assert [event.stream for event in events] == [("stream of", torch.device("cuda:1"))] * 2
+    assert list(recorder._records) == [(0, 2, 3, 0.007)]
 
 
 def waiting(alpha: float, true: float, windows: int = 24, dp_size: int = 8, grad_accum: int = 2) -> Any:
