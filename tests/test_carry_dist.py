@@ -89,6 +89,22 @@ def test_stagger_ranks_from_meshes_and_groups(tmp_path: Path) -> None:
     ] * 2
 
 
+@pytest.mark.dist
+@pytest.mark.timeout(150)
+def test_the_example_of_a_real_loop() -> None:
+    script = Path(__file__).parent.parent / "examples" / "carry.py"
+    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2", "epoch 2"]
+    assert "micro-batches of 2 to 8 clips" in lines[0]
+    # 16 micro-batches and 2 walks of 3 more; 5; 6 and the walk of the slot that missed its turn; 10 and 2 walks
+    assert [line.rpartition("ranks ")[2] for line in lines] == ["[22, 22]", "[27, 27]", "[36, 36]", "[16, 16]"]
+    losses = [float(line.partition("loss ")[2].partition(",")[0]) for line in lines]
+    assert losses[-1] < losses[0] / 4
+
+
 class Denoiser(nn.Module):
     def __init__(self) -> None:
         super().__init__()
