@@ -340,14 +340,22 @@ def test_all_ranks_take_the_same_model(tmp_path: Path) -> None:
         assert [one["applied"], other["applied"]] == [True, True]
         assert [one["fitted"], other["fitted"]] == [True, False]
         assert Counter(one["taken"] + other["taken"]) == Counter(range(480))
+        # within an epoch too, which then goes on with what is left of it
+        assert one["window"] == other["window"]
+        assert [applied for applied, _ in one["window"]] == [True]
+        assert Counter(one["epoch"] + other["epoch"]) == Counter(range(480))
 
 
 def refit_together(sync: str) -> dict[str, Any]:
     """Record what ranks would see that wait for each other, in every slot or in the last of a step; then refit."""
     sampler = GPUBatchRebalanceSampler(lengths(480), 32, 2, 4, sync=sync, cost=CostModel(alpha=1e-5))
-    recorder = CostRecorder(sampler)
+    recorder = CostRecorder(sampler, window=5)
     first = recorder.refit()
-    for number, micro_batch in enumerate(sampler):
+    number = 0
+    refits, epoch = [], []
+
+    def measured(micro_batch: list[int]) -> None:
+        nonlocal number
         longest = int(max(sampler.lengths.values[micro_batch]))
         cost = torch.tensor(units(len(micro_batch), longest), dtype=torch.float64)
         if sync == "microbatch" or number % 4 == 3:
@@ -355,10 +363,25 @@ def refit_together(sync: str) -> dict[str, Any]:
         noise = float(np.random.default_rng((sampler.rank, number)).normal(0, 0.005))
         # two processes on cores that others use have no clock to rely on: a time is given, not taken
         recorder._records.append((number, len(micro_batch), longest, TOKEN * float(cost) * (1 + noise)))
+        epoch.extend(micro_batch)
+        number += 1
+
+    for micro_batch in sampler:
+        measured(micro_batch)
+        if number in (38, 36):
+            with pytest.raises(ParameterError, match="multiple of window=5 steps"):
+                recorder.refit()
+        if number == 40:
+            refits.append(recorder.refit())
+            break
+    for micro_batch in sampler:
+        measured(micro_batch)
     refit = recorder.refit()
     sampler.set_epoch(1)
     result = {
         "first": [first.applied, first.model.alpha],
+        "window": [[each.applied, each.model.alpha] for each in refits],
+        "epoch": epoch,
         "applied": refit.applied,
         "fitted": refit.calibration is not None,
         "model": [sampler.partition.cost.alpha, sampler.partition.cost.intercept],
