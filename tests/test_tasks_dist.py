@@ -66,6 +66,15 @@ def disagreement(rank: int) -> dict:
         [Task("a", [BatchSampler(range(6 + rank), 1, False)])], num_steps=9, process_group=None
     )
     sampler = caught(lambda: MultiTaskBatchSampler(schedule))
+    both = resolve_task_schedule([Task("a", [BatchSampler(range(6), 1, False)])], num_steps=9, process_group=None)
+    elsewhere = MultiTaskBatchSampler(both)
+    elsewhere.set_epoch(int(rank == 1))
+    passes = [caught(lambda: next(iter(elsewhere))) for _ in range(2)]
+    elsewhere.set_epoch(1)
+    iterator = iter(elsewhere)
+    taken = [next(iterator) for _ in range(2 + (rank == 1))]
+    elsewhere.load_state_dict(elsewhere.state_dict())
+    places = caught(lambda: next(iter(elsewhere)))
     group = dist.new_group([0])
     alone = resolve_task_schedule([Task("a", [3])], num_steps=9, process_group=group if rank == 0 else None)
     return {
@@ -76,6 +85,9 @@ def disagreement(rank: int) -> dict:
         "one": one,
         "budget": budget,
         "sampler": sampler,
+        "passes": passes,
+        "places": places,
+        "taken": len(taken),
         "alone": alone.num_steps,
     }
 
@@ -140,10 +152,19 @@ def test_L35c_ranks_that_would_differ_raise_before_step_1_with_both_tables(world
             assert f"[\"system '{before}' with 4 frames\", \"system '{after}' with 4 frames\"]" in answer["names"]
         assert "'a/0': [6, 1]" in answer["sampler"]
         assert "'a/0': [7, 1]" in answer["sampler"]
+        for found in answer["passes"]:
+            assert found.startswith(
+                "ranks are at different places of the task schedule, by pass, step: rank 0 has {'pass': 0,"
+            )
+            assert "rank 1 has {'pass': 1, 'step': 9, 'micro_batch': 0}" in found
+        assert (
+            "by step: rank 0 has {'step': 11, 'pass': 1, 'micro_batch': 0}, rank 1 has {'step': 12," in answer["places"]
+        )
         assert answer["alone"] == 9
     empty = "task 'a' has no batches to draw"
     for rank, answer in enumerate(ranks):
         start = empty if rank == 1 else f"rank 1 cannot resolve the task schedule: {empty}"
+        assert answer["taken"] == 2 + (rank == 1)
         assert answer["one"].startswith(start)
 
 

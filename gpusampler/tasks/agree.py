@@ -39,13 +39,19 @@ def gather(value: Any, process_group: ProcessGroup) -> list[Any]:
     return values
 
 
-def agreed(make: Callable[[], T], view: Callable[[T], dict[str, Any]], process_group: ProcessGroup) -> T:
+def agreed(
+    make: Callable[[], T],
+    view: Callable[[T], dict[str, Any]],
+    process_group: ProcessGroup,
+    differ: str = "resolve different task schedules",
+) -> T:
     """What `make` returns, if it succeeds on every rank and `view` of it is the same there.
 
     Args:
         make: Resolves something on this rank; no rank waits for one on which it raises.
         view: What ranks must have in common, by field.
         process_group: The processes that must agree, as in `gather`.
+        differ: What ranks do whose views are not the same.
 
     Raises:
         ParameterError: Another rank raised, or ranks differ; shows the views of rank 0 and of the first that differs.
@@ -65,7 +71,7 @@ def agreed(make: Callable[[], T], view: Callable[[T], dict[str, Any]], process_g
             differing = [key for key in first if first[key] != other.get(key)]
             shown, others = ({key: table[key] for key in (*differing, *table)} for table in (first, other))
             raise ParameterError(
-                f"ranks resolve different task schedules, by {', '.join(differing)}: "
+                f"ranks {differ}, by {', '.join(differing)}: "
                 f"rank 0 has {quote(shown, _LIMIT)}, rank {rank} has {quote(others, _LIMIT)}"
             )
     return made

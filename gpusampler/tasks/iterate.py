@@ -74,6 +74,7 @@ class TaskBatches(Iterator[TaskBatch]):
         self._sampler = sampler
         self._handout = handout
         self._epoch: int | None = None
+        self._agreed = False
         self._ended = False
         self._unused: deque[tuple[Place, Drawn]] = deque()
 
@@ -81,6 +82,7 @@ class TaskBatches(Iterator[TaskBatch]):
         """Return the next micro-batch.
 
         Raises:
+            ParameterError: On every rank, at the first: ranks are in different passes, or at different places.
             RuntimeError: The sampler has been iterated anew, or has loaded a state, since.
         """
         sampler = self._sampler
@@ -90,6 +92,9 @@ class TaskBatches(Iterator[TaskBatch]):
         if sampler._iteration is not self:
             raise RuntimeError("the sampler has moved on: another iteration has begun, or a state was loaded")
         place = sampler._here()
+        if not self._agreed:
+            sampler._agree(epoch)
+            self._agreed = True
         if place.step >= (epoch + 1) * sampler.num_steps:
             self._ended = True
             raise StopIteration

@@ -61,6 +61,7 @@ class MultiTaskBatchSampler:
         self.schedule = schedule
         self.num_steps: int = schedule.num_steps
         self.epoch = 0
+        self._process_group = process_group
         self._readers = agreed(lambda: _readers(schedule), lambda readers: _view(schedule, readers), process_group)
         self._step = 0
         self._micro_batch = 0
@@ -172,6 +173,11 @@ class MultiTaskBatchSampler:
         self._resumed, self._is_chosen = False, False
         self._iteration = iteration
         return self.epoch
+
+    def _agree(self, epoch: int) -> None:
+        """Raise on every rank if one is elsewhere: it would train other tasks in the same collectives."""
+        place = {"pass": epoch, "step": self._step, "micro_batch": self._micro_batch}
+        agreed(lambda: place, lambda _: place, self._process_group, "are at different places of the task schedule")
 
     def _here(self) -> Place:
         """Where the samplers are."""
