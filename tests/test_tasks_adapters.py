@@ -208,3 +208,30 @@ def test_an_empty_source_beside_a_full_one_is_never_drawn():
     assert {item.source for item in MultiTaskBatchSampler(schedule)} == {1}
     with pytest.raises(ParameterError, match="none of the 1 systems has batches to draw"):
         gone.workload.system_at(0, 1)
+
+
+def test_a_folder_named_like_a_store_is_passed_over(tmp_path):
+    (tmp_path / "a.db").mkdir()
+    write_store(tmp_path / "b.db", {"s": [3]})
+    assert [system.name for system in record_systems(tmp_path)] == ["b/s"]
+
+
+def test_arguments_of_the_front_ends_are_named(tmp_path):
+    store = write_store(tmp_path / "train.db", {"s": [3]})
+    for keywords in ({"table": 3}, {"system": None}, {"length": b"n"}, {"pattern": 5}):
+        with pytest.raises(ParameterError, match=f"{next(iter(keywords))} must be a string, got "):
+            record_systems(store, **keywords)
+    with pytest.raises(ParameterError, match="pattern must match names of files below .*, got '/x'"):
+        record_systems(tmp_path, pattern="/x")
+    with pytest.raises(ParameterError, match="path must be a string or a Path, got 3"):
+        record_systems(3)
+    connection = sqlite3.connect(store)
+    connection.execute("INSERT INTO records (system, length) VALUES (NULL, 4)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(ParameterError, match=r"system of row 1 in 'train\.db' must be text or an int, got None"):
+        record_systems(store)
+    with pytest.raises(ParameterError, match=r"systems\[0\] must be a System, got array"):
+        make_source([np.array([3])], of(1))
+    with pytest.raises(ParameterError, match="make_sampler must be callable, got 3"):
+        make_source(array_systems(np.array([3])), 3)

@@ -97,9 +97,17 @@ def record_systems(
     Raises:
         ParameterError: There is no store, or it lacks the table or a column.
     """
+    if not isinstance(path, (str, Path)):
+        raise ParameterTypeError(f"path must be a string or a Path, got {quote(path)}")
+    for what, value in (("table", table), ("system", system), ("length", length), ("pattern", pattern)):
+        if not isinstance(value, str):
+            raise ParameterTypeError(f"{what} must be a string, got {quote(value)}")
     root = Path(path)
-    files = sorted(root.rglob(pattern)) if root.is_dir() else [root]
-    if not files or not files[0].is_file():
+    try:
+        files = [file for file in sorted(root.rglob(pattern) if root.is_dir() else [root]) if file.is_file()]
+    except (ValueError, NotImplementedError) as error:
+        raise ParameterError(f"pattern must match names of files below {str(path)!r}, got {quote(pattern)}") from error
+    if not files:
         raise ParameterError(f"path must be a record store or a folder with files {pattern!r}, got {str(path)!r}")
     return [found for file in files for found in _systems_of_file(file, root, table, system, length)]
 
@@ -118,6 +126,8 @@ def _systems_of_file(file: Path, root: Path, table: str, system: str, length: st
         connection.close()
     frames: dict[str, list[int]] = {}
     for row, (key, value) in enumerate(rows):
+        if not isinstance(key, (str, int)):
+            raise ParameterTypeError(f"{system} of row {row} in {file.name!r} must be text or an int, got {quote(key)}")
         frames.setdefault(str(key), []).append(check_int(f"{length} of row {row} in {file.name!r}", value, minimum=0))
     prefix = "" if file == root else f"{file.relative_to(root).with_suffix('').as_posix()}/"
     return [System(prefix + key, np.array(found, dtype=np.int64), True) for key, found in frames.items()]
@@ -163,10 +173,14 @@ def make_source(
     """
     if max_length is not None:
         check_int("max_length", max_length, minimum=1)
+    if not callable(make_sampler):
+        raise ParameterTypeError(f"make_sampler must be callable, got {quote(make_sampler)}")
     workloads: list[int | Callable[[], Sized]] = []
     names: list[str] = []
     counted = 0
-    for system in systems:
+    for index, system in enumerate(systems):
+        if not isinstance(system, System):
+            raise ParameterTypeError(f"systems[{index}] must be a System, got {quote(system)}")
         kept = system.lengths if max_length is None else system.lengths[system.lengths <= max_length]
         workloads.append(partial(make_sampler, kept) if len(kept) else 0)
         names.append(f"system {system.name!r} with {len(kept)} frames")
