@@ -221,7 +221,7 @@ def test_arguments_of_the_front_ends_are_named(tmp_path):
     for keywords in ({"table": 3}, {"system": None}, {"length": b"n"}, {"pattern": 5}):
         with pytest.raises(ParameterError, match=f"{next(iter(keywords))} must be a string, got "):
             record_systems(store, **keywords)
-    with pytest.raises(ParameterError, match="pattern must match names of files below .*, got '/x'"):
+    with pytest.raises(ParameterError, match=r"pattern must match names of files below .*, got '/x'"):
         record_systems(tmp_path, pattern="/x")
     with pytest.raises(ParameterError, match="path must be a string or a Path, got 3"):
         record_systems(3)
