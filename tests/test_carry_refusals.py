@@ -47,6 +47,20 @@ def closure(x: Any) -> Any:
     return lambda: x
 
 
+def with_default(x: Any = [1]) -> Any:  # noqa: B006
+    return x
+
+
+def with_keyword(*, x: Any = [1]) -> Any:  # noqa: B006
+    return x
+
+
+def with_attribute() -> None: ...
+
+
+with_attribute.x = [1]  # type: ignore[attr-defined]
+
+
 def object_array(*items: Any) -> Any:
     found = np.empty(len(items), dtype=object)
     for index, item in enumerate(items):
@@ -65,6 +79,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "memoryview": (memoryview(bytearray(b"ab")), r"batch\['x'\] of type memoryview"),
     "partial": (functools.partial(torch.add, torch.zeros(1)), r"batch\['x'\] of type partial"),
     "closure": (Holder(closure(1)), r"batch\['x'\]\.x of type function"),
+    "mutable default": (with_default, r"batch\['x'\] of type function"),
+    "mutable keyword": (with_keyword, r"batch\['x'\] of type function"),
+    "function with an attribute": (with_attribute, r"batch\['x'\] of type function"),
     "method": (Holder(1).get, r"batch\['x'\] of type method"),
     "iterator": ([iter([1])], r"batch\['x'\]\[0\] of type list_iterator"),
     "generator": ((i for i in [1]), r"batch\['x'\] of type generator"),

@@ -5,8 +5,8 @@ Methods that distil or roll out along their own sampling grid need states on eve
 One trajectory is kept for each accumulation slot, the same slot for which the sampler yields its micro-batches.
 
 `snapshot` copies loader batches, `slots` holds the trajectories, `ranks` and `streams` say how many there are and
-where each starts, `renoise` moves a prediction to the next rung, `sizes` compares batches, and `loop` puts the whole cycle
-behind one call.
+where each starts, `renoise` moves a prediction to the next rung, `sizes` compares batches, and `loop` puts the whole
+cycle behind one call.
 """
 
 from gpusampler.carry.loop import CarryLoop, CarryStep

@@ -5,9 +5,10 @@ buffers, shared memory or a static input of a captured graph for its next batch.
 even where it already sits on the right device, however deep it lies. Containers and objects keep their types; the
 input is only read, and no code of theirs runs but `to` and `clone`.
 
-Kept as they are: immutable values, classes, functions without a closure, modules (`torch.nn.Module` too) and
-`torch.Generator`. What can be neither copied nor kept, such as an iterator, a closure, a memoryview, a lock or an open
-file, is refused with the path that leads to it. Cost: one copy of the data, one visit of each container.
+Kept as they are: immutable values, classes, functions that hold no data (in a closure, defaults or attributes), modules
+(`torch.nn.Module` too) and `torch.Generator`. What can be neither copied nor kept, such as an iterator, a closure, a
+memoryview, a lock or an open file, is refused with the path that leads to it. Cost: one copy of the data, one visit of
+each container.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def is_atom(value: Any) -> bool:
     if type(value) in COMMON or type(value) is object or isinstance(value, (*_FIXED, *_TORCH)):
         return True
     if isinstance(value, FunctionType):
-        return value.__closure__ is None
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return value.__closure__ is None and not vars(value) and all(map(is_atom, defaults))
     return isinstance(value, _VALUES) and not isinstance(value, np.void) and not hasattr(value, "__dict__")
 
 
