@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
-from gpusampler.fit_memory import MemoryFit, fit_memory, target_for
+from gpusampler.fit_memory import (
+    MemoryFit,
+    cap_notes,
+    check_confidence,
+    check_share,
+    check_target,
+    fit_memory,
+    target_for,
+)
 from gpusampler.memory_report import device_index, memory_report
 
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -105,15 +113,21 @@ def measure_memory(
     """
     if not callable(step):
         raise ParameterTypeError(f"step must be a function of samples and length, got {quote(step)}")
+    if not isinstance(lengths, Iterable):
+        raise ParameterTypeError(f"lengths must be a list of ints, got {quote(lengths)}")
     sizes = sorted({check_int(f"lengths[{i}]", length, minimum=1) for i, length in enumerate(lengths)})
     if not sizes:
         raise ParameterError("lengths must have at least one length, got none")
     limit = check_int("max_samples", max_samples, minimum=2)
+    # all that can be found out before the model runs
+    confidence, share = check_confidence(confidence), check_share(share)
+    target = None if target_bytes is None else check_target(target_bytes)
     meter = CudaMeter(device) if meter is None else meter
     meter.reset()
     if _peak(step, 1, sizes[0], meter) is None:
         raise ParameterError(f"step ran out of memory with 1 sample of length {sizes[0]}: nothing can be measured")
-    target = target_for(memory_report(device), share) if target_bytes is None else target_bytes
+    if target is None:
+        target = target_for(memory_report(device), share)
     records: list[tuple[int, int, int]] = []
     failed: list[tuple[int, int]] = []
     for length in sizes:
@@ -177,14 +191,15 @@ def _limited(fit: MemoryFit, failed: list[tuple[int, int]]) -> MemoryFit:
     """Lower the cap below every micro-batch that ran out of memory."""
     if not failed:
         return fit
-    notes = [_ran_out(failed)]
+    notes = [*fit.notes[len(cap_notes(fit.records, fit.max_tokens, fit.longest)) :], _ran_out(failed)]
     cap = min([fit.max_tokens, *(samples * length - 1 for samples, length in failed)])
     if cap < fit.max_tokens:
-        fitting = fit.records[:, 0] * fit.records[:, 1]
+        # where memory grows with the squared length, shorter samples that ran do not tell
+        alike = fit.records[(fit.records[:, 1] == fit.longest) | (fit.bytes_per_token2 == 0.0)]
+        fitting = alike[:, 0] * alike[:, 1]
         cap = int(fitting[fitting <= cap].max(initial=1.0))
         notes.append(
             f"the fit allows {fit.max_tokens} tokens, but memory ran out below: the cap is the largest that ran"
         )
-    return replace(
-        fit, max_tokens=cap, expected_bytes=round(fit.expected(cap, fit.longest)), notes=(*fit.notes, *notes)
-    )
+    notes = [*cap_notes(fit.records, cap, fit.longest), *notes]
+    return replace(fit, max_tokens=cap, expected_bytes=round(fit.expected(cap, fit.longest)), notes=tuple(notes))

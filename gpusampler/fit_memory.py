@@ -12,7 +12,7 @@ an evaluation).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from gpusampler.errors import ParameterError, ParameterTypeError, check_float, c
 from gpusampler.memory_report import GIB, MemoryReport
 from gpusampler.records import check_records
 from gpusampler.regression import Floats, LinearFit, robust_fit, t_quantile
-from gpusampler.sampler import GPUBatchRebalanceSampler
 from gpusampler.tables import as_table
 
 SURE_REACH = 1.25  # how far beyond the largest measured micro-batch a cap is taken as sure
+_MOST_BYTES = 1e18  # as for measured values, see `records`
 _LEAST_SPAN = 1.5  # most over least tokens of the records
 _MOST_ROWS = 16
 
@@ -120,10 +120,7 @@ def fit_memory(
         ParameterError: bad or too few records, peaks that do not grow with the tokens, or a target that leaves no room.
 
     """
-    target = check_float("target_bytes", target_bytes, minimum=1.0)
-    confidence = check_float("confidence", confidence, minimum=0.5)
-    if confidence >= 1.0:
-        raise ParameterError(f"confidence must be below 1, got {confidence}")
+    target, confidence = check_target(target_bytes), check_confidence(confidence)
     table = _as_shapes(records)
     most = int(table[:, 1].max()) if longest is None else check_int("longest", longest, minimum=1)
     fit = _fit(table)
@@ -142,9 +139,15 @@ def fit_memory(
     # rounding of exact records must not cost a token
     limit = target * (1 + 1e-12)
     if bound(1) > limit:
+        why = (
+            ""
+            if expected(1) > limit
+            else f": {expected(1):.4g} is expected, but {len(table)} records that deviate by {fit.sigma:.1%} bound it "
+            "no closer; measure more, and larger, micro-batches"
+        )
         raise ParameterError(
             f"target_bytes must leave room for a micro-batch: it is {target:.4g}, and a single token takes up to "
-            f"{bound(1):.4g}"
+            f"{bound(1):.4g}{why}"
         )
     low, high = 1, 2
     while bound(high) <= limit:
@@ -163,8 +166,32 @@ def fit_memory(
         sigma=fit.sigma,
         confidence=confidence,
         records=table,
-        notes=_notes(table, fit, low, most),
+        notes=(*cap_notes(table, low, most), *_outlier_notes(fit)),
     )
+
+
+def check_target(target_bytes: Any) -> float:
+    """Check a target of memory, in bytes."""
+    target = check_float("target_bytes", target_bytes, minimum=1.0)
+    if target > _MOST_BYTES:
+        raise ParameterError(f"target_bytes must be at most {_MOST_BYTES:g}, got {target:g}")
+    return target
+
+
+def check_share(share: Any) -> float:
+    """Check a share of a device's memory."""
+    checked = check_float("share", share, minimum=0.0)
+    if not 0.0 < checked <= 1.0:
+        raise ParameterError(f"share must be above 0 and at most 1, got {checked}")
+    return checked
+
+
+def check_confidence(confidence: Any) -> float:
+    """Check the share of micro-batches that must stay within the target."""
+    checked = check_float("confidence", confidence, minimum=0.5)
+    if checked >= 1.0:
+        raise ParameterError(f"confidence must be below 1, got {checked}")
+    return checked
 
 
 def target_for(report: MemoryReport, share: float = 0.9) -> int:
@@ -179,9 +206,7 @@ def target_for(report: MemoryReport, share: float = 0.9) -> int:
     Raises:
         ParameterError: the report lacks a figure; it says which and why.
     """
-    share = check_float("share", share, minimum=0.0)
-    if not 0.0 < share <= 1.0:
-        raise ParameterError(f"share must be above 0 and at most 1, got {share}")
+    share = check_share(share)
     if report.total is None or report.elsewhere is None:
         name = "total" if report.total is None else "elsewhere"
         raise ParameterError(f"report has no figure for {name} of {report.device}: {report.reasons.get(name)}")
@@ -194,38 +219,10 @@ def target_for(report: MemoryReport, share: float = 0.9) -> int:
     return target
 
 
-class OverStep(NamedTuple):
-    """A micro-batch above the cap, and its expected peak in bytes."""
-
-    step: int
-    slot: int
-    rank: int
-    tokens: int
-    expected_bytes: int
-
-
-def steps_over(fit: MemoryFit, sampler: GPUBatchRebalanceSampler, max_steps: int = 1000) -> list[OverStep]:
-    """Micro-batches of the first steps of the sampler's epoch that exceed the cap, largest first.
-
-    Args:
-        fit: the cap.
-        sampler: planned as it is; with `max_tokens` set to the cap or below there are none.
-        max_steps: steps to look at, from the first.
-
-    Returns:
-        One entry a micro-batch, of all ranks.
-    """
-    found = []
-    for step in range(min(sampler.composition.steps, check_int("max_steps", max_steps, minimum=1))):
-        tokens = sampler.plan(step).tokens[0].numpy()
-        for slot, rank in np.argwhere(tokens > fit.max_tokens).tolist():
-            many = int(tokens[slot, rank])
-            found.append(OverStep(step, slot, rank, many, round(fit.expected(many, fit.longest))))
-    return sorted(found, key=lambda over: -over.tokens)
-
-
 def _as_shapes(records: Any) -> Floats:
     """Checked records as samples, length and bytes; records of tokens become that many samples of length 1."""
+    if getattr(records, "shape", None) == ():
+        raise ParameterTypeError(f"records must be [n, 2] or [n, 3] numbers, got {quote(records)}")
     if not hasattr(records, "shape"):
         if isinstance(records, (str, bytes)) or not hasattr(records, "__iter__"):
             raise ParameterTypeError(f"records must be [n, 2] or [n, 3] numbers, got {quote(records)}")
@@ -266,16 +263,21 @@ def _fit(table: Floats) -> LinearFit:
     return fit
 
 
-def _notes(table: Floats, fit: LinearFit, cap: int, longest: int) -> tuple[str, ...]:
+def cap_notes(records: Floats, cap: int, longest: int) -> tuple[str, ...]:
+    """What to know before relying on a cap, from the records that it rests on."""
     notes = []
-    measured = int((table[:, 0] * table[:, 1]).max())
+    measured = int((records[:, 0] * records[:, 1]).max())
     if cap > SURE_REACH * measured:
         notes.append(
             f"the cap is {cap / measured:.1f} times the largest measured micro-batch: measure one of {cap} tokens"
         )
     if cap < longest:
         notes.append(f"the longest sample, {longest} tokens, does not fit even alone")
-    outliers = np.flatnonzero(~fit.kept).tolist()
-    if outliers:
-        notes.append(f"unlike the rest, counted only if above it: records {str(outliers[:8])[1:-1]}")
     return tuple(notes)
+
+
+def _outlier_notes(fit: LinearFit) -> list[str]:
+    outliers = np.flatnonzero(~fit.kept).tolist()
+    if not outliers:
+        return []
+    return [f"unlike the rest, counted only if above it: records {str(outliers[:8])[1:-1]}"]

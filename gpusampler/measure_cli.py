@@ -19,10 +19,11 @@ from gpusampler.alpha_price import price_alphas, price_table
 from gpusampler.calibrate import fit_cost
 from gpusampler.dry_run import measure_memory
 from gpusampler.errors import ParameterError, check_float, check_int
-from gpusampler.fit_memory import MemoryFit, fit_memory, steps_over
+from gpusampler.fit_memory import MemoryFit, check_share, fit_memory
 from gpusampler.memory import MemoryTracker, memory_report
 from gpusampler.memory_report import GIB
 from gpusampler.nvml import device_count
+from gpusampler.over_cap import steps_over
 from gpusampler.readers import read_lengths
 from gpusampler.records import BYTES, LENGTH, SAMPLES, SECONDS, TOKENS, read_records
 from gpusampler.sampler import GPUBatchRebalanceSampler
@@ -197,7 +198,12 @@ def _fit_file(arguments: argparse.Namespace) -> MemoryFit:
             raise ParameterError(
                 f"--target-gib must be given: no figures of {report.device} ({report.reasons['total']})"
             )
-        target = check_float("share", arguments.share, minimum=0.0) * report.total - report.used
+        target = check_share(arguments.share) * report.total - report.used
+        if target < 1:
+            raise ParameterError(
+                f"--share must leave room: {arguments.share} of {report.total} bytes is less than the {report.used} "
+                f"bytes of {report.device} that are used now"
+            )
     return fit_memory(records, target, longest=arguments.longest, confidence=arguments.confidence)
 
 

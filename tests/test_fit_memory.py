@@ -22,8 +22,9 @@ from gpusampler import GPUBatchRebalanceSampler, measure_cli
 from gpusampler.demo_model import VOCABULARY, TinyTransformer
 from gpusampler.dry_run import CudaMeter, is_out_of_memory, measure_memory
 from gpusampler.errors import ParameterError, ParameterTypeError
-from gpusampler.fit_memory import fit_memory, steps_over, target_for
+from gpusampler.fit_memory import fit_memory, target_for
 from gpusampler.memory import MemoryReport
+from gpusampler.over_cap import steps_over
 
 TOKENS = (1000, 2000, 3000, 5000, 8000)
 
@@ -125,6 +126,15 @@ def test_low_peaks_do_not_raise_the_cap() -> None:
         (straight(1e9, 1e6), 5e8, "target_bytes must leave room .* 5e"),
         (straight(1e9, 1e6), 0, "target_bytes must be at least 1"),
         (straight(1e9, 1e6), math.nan, "target_bytes must be finite"),
+        (straight(1e9, 1e6), 1e300, r"target_bytes must be at most 1e\+18"),
+        (
+            [(1000, 1e9), (2000, 2.2e9), (4000, 4e9)],
+            1e10,
+            "is expected, but 3 records that deviate by .* no closer; measure more",
+        ),
+        ([(1000, 2e9), (2000, 4e9), (4000, 3e9), (8000, 5e9)], 1e10, "peak that grows with the tokens"),
+        (np.array(3.0), 1e10, r"must be \[n, 2\] or \[n, 3\] numbers"),
+        ([(1000, 10**400)] * 3, 1e10, "too large to convert"),
         ([(1000, 1e9), (0, 1e9), (1, 1)], 1e10, r"records\[1, 0\] \(tokens\) must be a whole number .* got 0.0"),
         (
             [(4, 1000, 1e9), (4, 2000, 0.0), (1, 1, 1.0)],
@@ -217,6 +227,7 @@ def test_dry_run_catches_running_out_of_memory() -> None:
     found = measure_memory(step, [64, 128], target_bytes=60e6, meter=step)
     ran_out = next(note for note in found.notes if note.startswith("out of memory with"))
     assert "x 64" in ran_out
+    assert not any("measure one of" in note for note in found.notes)  # it was measured: memory ran out
     for length in (64, 128):
         step(found.max_tokens // length, length)
         assert 0.6 * 20e6 < step.held <= 20e6
@@ -260,6 +271,25 @@ def test_dry_run_bisects_where_memory_jumps() -> None:
     assert max(n for n, _ in calls) <= 85
 
 
+def test_dry_run_where_memory_ends_early_trusts_the_longest_alone() -> None:
+    # attention that is not fused: 64 x 70 tokens run, 9 x 497, fewer, do not
+    step, meter, _ = stepping(lambda n, length: 1e9 + 1e5 * n * length * (1 + length / 50), limit=5.7e9)
+    with pytest.raises(RuntimeError):
+        step(9, 497)
+    found = measure_memory(step, [70, 512], target_bytes=20e9, meter=meter)
+    assert any(note.endswith("the cap is the largest that ran") for note in found.notes)
+    assert found.max_tokens == 8 * 512
+    for length in range(1, 513):
+        step(found.max_tokens // length, length)
+
+
+def test_dry_run_whose_longest_runs_out_alone() -> None:
+    step, meter, _ = stepping(lambda n, length: 1e9 + 1e6 * n * length, limit=5e9)
+    found = measure_memory(step, [512, 8192], target_bytes=20e9, meter=meter)
+    assert "the longest sample, 8192 tokens, does not fit even alone" in found.notes
+    assert found.max_tokens <= 4000
+
+
 def test_dry_run_that_leaves_too_little() -> None:
     step, meter, _ = stepping(lambda n, length: 1e9 * n * length, limit=1500e9)
     with pytest.raises(ParameterError, match=r"9e\+09 bytes \(1 x 1000: 1e\+12 bytes\): records must be at least 3"):
@@ -287,11 +317,21 @@ def test_dry_run_lets_other_errors_through() -> None:
         ({"lengths": []}, "lengths must have at least one"),
         ({"lengths": [5, 0]}, r"lengths\[1\] must be at least 1, got 0"),
         ({"max_samples": 1}, "max_samples must be at least 2"),
+        ({"lengths": 5}, "lengths must be a list of ints, got 5"),
+        ({"target_bytes": "8G"}, "^target_bytes must be a number"),
+        ({"target_bytes": math.nan}, "^target_bytes must be finite"),
+        ({"target_bytes": 0}, "^target_bytes must be at least 1"),
+        ({"target_bytes": None, "share": 1.5}, "^share must be above 0 and at most 1"),
+        ({"confidence": 1.0}, "^confidence must be below 1"),
     ],
 )
 def test_bad_arguments_of_a_dry_run(options: dict[str, Any], message: str) -> None:
     _, meter, _ = stepping(lambda n, length: 1.0, limit=1.0)
-    arguments: dict[str, Any] = {"step": print, "lengths": [1], "target_bytes": 1e9, "meter": meter} | options
+
+    def untouched(samples: int, length: int) -> None:
+        raise AssertionError
+
+    arguments: dict[str, Any] = {"step": untouched, "lengths": [1], "target_bytes": 1e9, "meter": meter} | options
     with pytest.raises(ParameterError, match=message):
         measure_memory(arguments.pop("step"), arguments.pop("lengths"), **arguments)
 
@@ -349,6 +389,12 @@ def test_command_takes_the_target_from_the_device(
     # half of 20 GiB, less the 4 GiB in use: 6 GiB, of which 2 are the base
     assert run("fit-memory", str(peaks), "--share", "0.5", "--json") == 0
     assert json.loads(capsys.readouterr().out)["max_tokens"] == 4096
+    with pytest.raises(
+        ParameterError, match=r"--share must leave room: 0.1 of 21474836480 bytes is less than the 42949"
+    ):
+        run("fit-memory", str(peaks), "--share", "0.1")
+    with pytest.raises(ParameterError, match=r"share must be above 0 and at most 1, got 1\.5"):
+        run("fit-memory", str(peaks), "--share", "1.5")
 
 
 def test_command_reads_what_a_tracker_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,6 +423,7 @@ def test_command_with_a_dry_run(
         (["--dry-run", "nothing_here:step", "--length", "5"], "must be MODULE:FUNCTION, got 'nothing_here:step'"),
         (["--dry-run", "json:nothing", "--length", "5"], "has no attribute 'nothing'"),
         (["--dry-run", "", "--length", "5"], "must be MODULE:FUNCTION"),
+        (["--dry-run", ".x:step", "--length", "5"], "must be MODULE:FUNCTION"),
         (["x.csv", "--dry-run", "json:dumps"], "not both"),
         (["missing.csv"], "cannot be read"),
     ],
