@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpusampler.compose import Composition
@@ -77,6 +78,14 @@ def _untabulated(partition: Partition, lengths: Lengths) -> str | None:
     return f"cost_fn over lengths from {lengths.minimum} to {lengths.maximum} is a table of more than {MAX_COST_TABLE}"
 
 
+def _check_same(got: Chunk, expected: Chunk, device: torch.device) -> None:
+    """Have the first step planned by both engines: a GPU that plans otherwise must not go unnoticed."""
+    if not (np.array_equal(got.samples, expected.samples) and np.array_equal(got.ends, expected.ends)):
+        raise RuntimeError(
+            f"{device} plans step {got.step} otherwise than the CPU does, which is a bug: please report it"
+        )
+
+
 class Planner:
     """Plans the chunks of a sampler's iterations: on a GPU, or else on a thread.
 
@@ -112,7 +121,9 @@ class Planner:
 
         def begin(step: int, count: int) -> PendingChunk:
             if self._plans is None or self._plans.device != device:
-                self._plans = DevicePlans(device, self._lengths, self._composition)
+                plans = DevicePlans(device, self._lengths, self._composition)
+                _check_same(plans.begin(epoch, step, 1, partition).result(), plan(step, 1), device)
+                self._plans = plans
             return self._plans.begin(epoch, step, count, partition)
 
         return DeviceAhead(spans, plan, stats, depth, begin, None if self.device else self._give_up)

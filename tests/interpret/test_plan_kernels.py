@@ -151,13 +151,29 @@ def test_an_epoch_is_that_of_the_cpu_engine(options: dict[str, Any], monkeypatch
     assert all(type(index) is int for batch in expected[0] for index in batch)
 
 
-def fail(*_: object, **__: object) -> None:
-    raise RuntimeError("no kernel image\nis available")
+def test_the_cpu_engine_plans_the_first_step_alone(on_device: None, monkeypatch: pytest.MonkeyPatch):
+    planned = []
+    plan = GPUBatchRebalanceSampler._plan_chunk
+    monkeypatch.setattr(
+        GPUBatchRebalanceSampler,
+        "_plan_chunk",
+        lambda *place, **named: planned.append(place[1:]) or plan(*place, **named),
+    )
+    epochs = sampler()
+    assert [len(list(epochs)) for _ in range(2)] == [3, 3]
+    assert planned == [(0, 0, 1)]
 
 
-def test_the_cpu_engine_has_no_part_in_it(on_device: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(GPUBatchRebalanceSampler, "_plan_chunk", fail)
-    assert len(list(sampler())) == 3
+def test_a_device_that_plans_otherwise_is_left(on_device: None, monkeypatch: pytest.MonkeyPatch):
+    reference = list(sampler(device="cpu"))
+    begin = DevicePlans.begin
+    monkeypatch.setattr(DevicePlans, "begin", lambda self, epoch, step, *rest: begin(self, epoch + 1, step, *rest))
+    with pytest.warns(RuntimeWarning, match="cpu plans step 0 otherwise than the CPU does, which is a bug"):
+        assert list(sampler()) == reference
+    asked_for = sampler()
+    asked_for._planner.device = torch.device("cuda")
+    with pytest.raises(RuntimeError, match="plans step 0 otherwise"):
+        list(asked_for)
 
 
 def test_workers_and_resume(on_device: None):
@@ -181,6 +197,10 @@ def test_a_cap_that_a_step_breaks_names_the_step(on_device: None, monkeypatch: p
         ParameterError, match=r"max_tokens=2000 cannot be met in step \d of epoch 0: it needs at least 3"
     ):
         list(tight)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("no kernel image\nis available")
 
 
 def test_a_device_that_fails_is_left_with_one_warning(on_device: None, monkeypatch: pytest.MonkeyPatch):
