@@ -6,6 +6,7 @@ import json
 
 import pytest
 from test_tasks_sampler import Pairs, batches, make
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gpusampler.tasks import MultiTaskBatchSampler, Source, Task, resolve_task_schedule
@@ -102,6 +103,15 @@ def test_the_state_of_a_chosen_pass_is_its_start_wherever_the_samplers_are():
     sampler.set_epoch(0)  # the running pass is read to its end; asking for a state moves nothing
     assert sampler.state_dict()["step"] == 0
     assert list(iterator) == rest
+
+
+def test_lightning_may_not_deal_the_items_out():
+    wrapper = pytest.importorskip("lightning.fabric.utilities.distributed").DistributedSamplerWrapper
+    sampler = make()
+    loader = DataLoader(Pairs(), sampler=wrapper(sampler, num_replicas=2, rank=0), batch_size=None)
+    with pytest.raises(ValueError, match="set use_distributed_sampler=False"):
+        list(loader)
+    assert list(sampler) == list(make())
 
 
 @torchdata

@@ -6,11 +6,12 @@ older one raises. O(1) an item.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpusampler.errors import check_int
+from gpusampler.errors import ParameterError, check_int
 from gpusampler.handout import Handout
 from gpusampler.tasks.schedule import Drawn
 
@@ -130,3 +131,18 @@ class TaskBatches(Iterator[TaskBatch]):
         if self._epoch is None:
             self._epoch = self._sampler._begin(self)
         return self._epoch
+
+
+def refuse_dealing(sampler: object) -> None:
+    """Find out whether Lightning iterates `sampler` to deal its items out; to be called from its `__iter__`.
+
+    Raises:
+        ParameterError: It does, as with every sampler of a distributed run by default: ranks would train different
+            tasks in the same step.
+    """
+    fields = getattr(sys._getframe(2).f_locals.get("self"), "__dict__", {})
+    if fields.get("_sampler") is sampler and "_sampler_list" in fields:
+        raise ParameterError(
+            "use_distributed_sampler=True cannot be honoured: the sampler yields the micro-batches of this rank "
+            "already, and Lightning would shuffle them and deal them out; set use_distributed_sampler=False"
+        )

@@ -16,7 +16,7 @@ from typing import Any
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 from gpusampler.handout import Consumer, Handout
 from gpusampler.tasks.agree import ProcessGroup, agreed
-from gpusampler.tasks.iterate import Place, TaskBatch, TaskBatches
+from gpusampler.tasks.iterate import Place, TaskBatch, TaskBatches, refuse_dealing
 from gpusampler.tasks.place import check_place
 from gpusampler.tasks.reader import SamplerReader
 from gpusampler.tasks.schedule import Drawn, TaskSchedule
@@ -84,7 +84,11 @@ class MultiTaskBatchSampler:
     def __iter__(self) -> TaskBatches:
         """Micro-batches of this rank, from the start of the pass or from where a state was loaded; its first item ends
         an iteration that was begun before.
+
+        Raises:
+            ParameterError: Lightning would deal the micro-batches out over ranks.
         """
+        refuse_dealing(self)
         consumer = Consumer(self)
         return TaskBatches(self, Handout(0, consumer, skipped=consumer.skips or 0))
 
