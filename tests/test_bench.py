@@ -8,13 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from bench import __main__ as command
-from bench import latency, quality, scale, speed
+from bench import latency, memory, quality, scale, speed
 from bench.exact import (
     WrongPlanError,
     check_groups,
@@ -284,3 +285,33 @@ def test_latency_counts_boundaries() -> None:
     at = [*range(1, 20), *range(1, 20), *range(1, 8)]
     assert seen.boundary.tolist() == [place % 6 == 0 for place in at]
     assert (seen.wall > 0).all()
+
+
+def test_memory_searches_below_the_batch_that_peaks_are_compared_at() -> None:
+    options = SimpleNamespace(batch_size=64, grad_accum=4)
+    for largest in (3, 4, 21, 64, 100):
+        found = memory._search(lambda batch, largest=largest: batch <= largest, np.ones(200, int), options)
+        assert largest - max(1, largest // 16) <= found <= largest if largest >= 4 else found == 0
+
+
+def test_memory_measures_the_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # what is read from a GPU, by a memory of 1 MB a padded token
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a stand-in")
+    monkeypatch.setattr(
+        memory, "_trainer", lambda options: lambda shapes: max(n * length for n, length in shapes) << 20
+    )
+    argv = ["--results", str(tmp_path), "--trace", "azure2023_code", "--trace", "servegen_r1_output", "--steps", "4"]
+    assert memory.run([*argv, "--limit-gib", "64"]) == 0
+    record = json.loads(next(tmp_path.glob("*.json")).read_text())["figures"]
+    targets = record.pop("targets")
+    assert len(targets) == 2
+    for figures in record.values():
+        assert figures["measured_peak_bytes"] == {
+            way: peak << 20 for way, peak in figures["planned_peak_tokens"].items()
+        }
+        assert 0 < figures["largest_batch_measured"]["length-grouped"] < 64  # its peak at 64 is more than 64 GiB
+        assert figures["largest_batch_measured"]["gpusampler"] > figures["largest_batch_measured"]["length-grouped"]
+    peaks = [figures["measured_peak_bytes"] for figures in record.values()]
+    ratio = np.median([peak["gpusampler"] / peak["length-grouped"] for peak in peaks])
+    assert next(target["value"] for target in targets.values()) == f"{ratio:.2f}"
