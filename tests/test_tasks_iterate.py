@@ -114,6 +114,20 @@ def test_lightning_may_not_deal_the_items_out():
     assert list(sampler) == list(make())
 
 
+def test_beginning_a_pass_again_counts_no_draws_before_it(monkeypatch):
+    sampler = make(10)
+    sampler.set_epoch(30)
+    whole = list(sampler)
+    assert whole == [item for item in make(310) if item.step >= 300]
+    iterator = iter(sampler)
+    next(iterator)
+    drawn, draw_at = [], type(sampler.schedule).draw_at
+    monkeypatch.setattr(type(sampler.schedule), "draw_at", lambda self, step: drawn.append(step) or draw_at(self, step))
+    assert list(sampler) == whole
+    assert 0 < len(drawn) < 40
+    assert min(drawn) == 300
+
+
 @torchdata
 def test_states_at_every_item_replay_nothing(monkeypatch):
     weights = {"a": 0.3127, "b": 0.2891, "c": 0.3982}

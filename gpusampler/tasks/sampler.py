@@ -248,11 +248,12 @@ class MultiTaskBatchSampler:
         return read
 
     def _go_to(self, step: int) -> None:
-        """Bring every sampler to where it is before `step`: nothing to do between passes, else O(step)."""
+        """Bring every sampler to where it is before `step`: nothing to do between passes, else O(steps from here)."""
         if (self._step, self._micro_batch) == (step, 0):
             return
-        for drawn, micro_batches in self._read_between(0, step).items():
-            self._readers[drawn].seek(micro_batches)
+        for drawn, micro_batches in self._read_since(Place(step, 0, None)).items():
+            reader = self._readers[drawn]
+            reader.seek(reader.micro_batches - micro_batches)
         self._step, self._micro_batch = step, 0
 
 
