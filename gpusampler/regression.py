@@ -95,6 +95,9 @@ def nonnegative_least_squares(design: Floats, target: Floats) -> Floats:
         [1.5, 0.0]
     """
     columns = design.shape[1]
+    # the triangle has the same solutions, of every set of columns, and few rows
+    triangle = np.linalg.qr(np.column_stack([design, target]), mode="r")
+    design, target = triangle[:, :-1], triangle[:, -1]
     best, least = np.zeros(columns), float(target @ target)
     for size in range(1, columns + 1):
         for chosen in combinations(range(columns), size):
