@@ -176,7 +176,7 @@ class CostRecorder:
         """Give the sampler the saved model; before `sampler.load_state_dict`, which compares models within a step.
 
         Raises:
-            ParameterError: not a state of this class, naming the field.
+            ParameterError: not a state of this class, naming the field, or a model of other lengths.
         """
         if not isinstance(state, Mapping):
             raise ParameterTypeError(f"state must be the mapping that state_dict returned, got {quote(state)}")
@@ -185,7 +185,9 @@ class CostRecorder:
                 raise ParameterError(f"state has no field {name!r}: it was not made by CostRecorder.state_dict")
         if state["format"] != FORMAT:
             raise ParameterError(f"state has format {quote(state['format'])}, this version reads format {FORMAT}")
-        self._apply(CostModel(alpha=state["alpha"], intercept=state["intercept"]), None)
+        model = CostModel(alpha=state["alpha"], intercept=state["intercept"])
+        self._check_range(model)
+        self._apply(model, None)
         self._records.clear()
         self._pending.clear()
         self._measured, self._iteration = 0, None
@@ -238,9 +240,7 @@ class CostRecorder:
         current = self.sampler.partition.cost
         try:
             fit = fit_cost(self._shapes(by_rank))
-            replace(self.sampler.partition, cost=fit.model).check_range(
-                self.sampler.effective_batch_size, self.sampler.lengths.maximum
-            )
+            self._check_range(fit.model)
         # not only ParameterError: the other ranks wait for an answer
         except ValueError as error:
             return Refit(current, False, str(error))
@@ -248,6 +248,12 @@ class CostRecorder:
         if doubt > _MOST_LENGTH_ERROR:
             return Refit(current, False, f"the cost of the longest sample is uncertain by {doubt:.0%}", fit)
         return Refit(fit.model, True, "", fit)
+
+    def _check_range(self, model: CostModel) -> None:
+        """Refuse a model under which a batch of the longest samples costs more than the planner can hold."""
+        replace(self.sampler.partition, cost=model).check_range(
+            self.sampler.effective_batch_size, self.sampler.lengths.maximum
+        )
 
     def _shapes(self, by_rank: Sequence[Floats]) -> Floats:
         """Records [n, 3] whose times are those of their own shapes."""

@@ -96,7 +96,7 @@ def nonnegative_least_squares(design: Floats, target: Floats) -> Floats:
     """
     columns = design.shape[1]
     # the triangle has the same solutions, of every set of columns, and few rows
-    triangle = np.linalg.qr(np.column_stack([design, target]), mode="r")
+    triangle = np.asarray(np.linalg.qr(np.column_stack([design, target]), mode="r"))
     design, target = triangle[:, :-1], triangle[:, -1]
     best, least = np.zeros(columns), float(target @ target)
     for size in range(1, columns + 1):

@@ -182,6 +182,15 @@ def test_bad_states(state: Any, message: str) -> None:
         recorder.load_state_dict(state)
 
 
+def test_a_state_of_a_model_that_these_lengths_cannot_have() -> None:
+    sampler = GPUBatchRebalanceSampler([1, 10**7] * 8, 8)
+    recorder = CostRecorder(sampler)
+    before = sampler.partition.cost
+    with pytest.raises(ParameterError, match=r"with alpha 1000000\.0 exceed the integer range"):
+        recorder.load_state_dict({"format": 1, "alpha": 1e6, "intercept": 0.0})
+    assert sampler.partition.cost is before
+
+
 def half(values: torch.Tensor) -> torch.Tensor:
     return values / 2
 
