@@ -132,25 +132,29 @@ def from_device_mesh(mesh: Any, dims: str | Sequence[str]) -> Coordinates:
         raise ParameterError(f"mesh must contain this process, of rank {dist.get_rank()} in the world")
     size, rank, peers = 1, 0, set[int]()
     for name in names:
-        line = _line(mesh, name)
-        ranks = set(line.mesh.flatten().tolist())
-        if len(ranks & peers) > 1:
+        line, place = _line(mesh, name)
+        if len(peers.intersection(line)) > 1:
             raise ParameterError(f"dims must split the data in different ways, {quote(name)} overlaps another")
-        peers |= ranks
-        size, rank = size * line.size(), rank * line.size() + line.get_local_rank()
+        peers.update(line)
+        size, rank = size * len(line), rank * len(line) + place
     return Coordinates(size, rank)
 
 
-def _line(mesh: Any, name: Any) -> Any:
-    """The mesh of one dimension that this process is in."""
-    known = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
+def _line(mesh: Any, name: Any) -> tuple[list[int], int]:
+    """Ranks along one dimension, this process's among them, and its place."""
+    names = mesh.mesh_dim_names or ()
+    if name in names:  # without cutting the mesh: torch 2.6 cannot cut a part of one again
+        axis, where = names.index(name), list(mesh.get_coordinate())
+        place, where[axis] = where[axis], slice(None)
+        return mesh.mesh[tuple(where)].tolist(), place
+    known = ", ".join(map(repr, names)) or "no names"
     try:
         line = mesh[name]
     except (KeyError, RuntimeError, TypeError) as error:
         raise ParameterError(f"dims has {quote(name)}, the mesh has {known}") from error
     if line.ndim != 1:
         raise ParameterError(f"dims has {quote(name)}, the mesh has {known}")
-    return line
+    return line.mesh.tolist(), line.get_local_rank()
 
 
 def transport(config: str) -> tuple[str, str]:
