@@ -4,7 +4,8 @@
 
 FSDP gathers parameters for every micro-batch, so that ranks wait for each other in every slot, with or without gradient
 synchronisation: the sampler balances each slot (sync="microbatch", the default). Each micro-batch's mean loss is
-weighted by its share of the step's tokens: the gradient is that of the mean over all of them.
+weighted by its share of the step's tokens: the gradient is that of the mean over all of them. On CPUs FSDP2 needs
+torch 2.7.
 """
 
 from __future__ import annotations

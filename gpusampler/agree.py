@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gpusampler.broadcast import Channel
 from gpusampler.errors import DistributedError, quote
-from gpusampler.group import PlanGroup, transport
+from gpusampler.group import PlanGroup, end_without_gil, transport
 
 _ROW = 32
 _COUNTS = ("posted", "ahead", "rank", "failed")  # of each rank, not compared
@@ -134,7 +134,7 @@ class Agreement:
             group_desc="gpusampler",
         )
         if backend == "gloo":
-            _end_without_gil(group)
+            end_without_gil(group)
         return group
 
     def _gather(self, row: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -203,16 +203,6 @@ def _nccl_options(backend: str, max_ctas: int | None, timeout: float) -> Any:
     options.config.min_ctas = 1
     options._timeout = datetime.timedelta(seconds=timeout)  # new_group warns of another than its own
     return options
-
-
-def _end_without_gil(group: dist.ProcessGroup) -> None:
-    """See that the end of a group does not hold the GIL, which gloo's threads may need to end.
-
-    Before torch 2.8 a ProcessGroup does hold it, but not the Python object of its backend, so that must be the last to
-    go: pybind11 runs a weak reference's callback, which keeps it, when the C++ object has gone.
-    """
-    if torch.__version__ < "2.8":  # compared as a version, not as text
-        weakref.finalize(group, lambda backend: None, group._get_backend(torch.device("cpu"))).atexit = False
 
 
 def _digest(value: Any) -> int:

@@ -6,6 +6,7 @@ pipeline-parallel peers too, while `dp_size` and `rank` say which part a process
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -173,3 +174,13 @@ def transport(config: str) -> tuple[str, str]:
         if "cpu" not in backends or torch.get_device_module(device).is_available():
             return device, backend
     return "cpu", backends["cpu"]
+
+
+def end_without_gil(group: dist.ProcessGroup) -> None:
+    """See that the end of a gloo group does not hold the GIL, which gloo's threads may need to end.
+
+    Before torch 2.8 a ProcessGroup does hold it, but not the Python object of its backend, so that must be the last to
+    go: pybind11 runs a weak reference's callback, which keeps it, when the C++ object has gone.
+    """
+    if torch.__version__ < "2.8":  # compared as a version, not as text
+        weakref.finalize(group, lambda backend: None, group._get_backend(torch.device("cpu"))).atexit = False

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gpusampler.errors import DistributedError, quote
-from gpusampler.group import PlanGroup
+from gpusampler.group import PlanGroup, end_without_gil
 from gpusampler.stream_steps import Report
 
 _HEAD = 4
@@ -37,6 +37,7 @@ class Peers:
                 use_local_synchronization=len(self.ranks) < dist.get_world_size(),
                 group_desc="gpusampler stream",
             )
+            end_without_gil(self._group)
 
     @property
     def alive(self) -> bool:
