@@ -171,6 +171,8 @@ def plan_steps(size: int, dp_size: int, slots: int, min_max_turns: int, waste_tu
         _step("places", {"BLOCK": block}, 1, 1, 1),
         _step("copy", {}, 1, groups, 1),
     ]
+    if slots > 1 and size < spec.SCARCE * groups:
+        plan.insert(3, _step("fill", {}, 1, len(spec.RAISES), min_max_turns * groups * (slots + 1) // 2))
     if slots > 1:
         plan[3:3] = [
             _step("limit", {}, 1, turns, 1),

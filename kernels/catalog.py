@@ -7,7 +7,7 @@ told by their names, which mean the same in all kernels.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpusampler.kernels import costs, deal, emit, improve, launch, search, shuffle, sort, spec, waste
+from gpusampler.kernels import costs, deal, emit, fill, improve, launch, search, shuffle, sort, spec, waste
 
 _FLOATS = {"inverse_ptr", "custom_ptr", "costs_ptr", "bounds_ptr"}
 _INTS = {
@@ -85,6 +85,7 @@ def variants(chip: int) -> Iterator[Variant]:
             yield _variant(costs._costs_kernel, shape.num_warps, lengths, CUSTOM=custom, BLOCK=shape.block)
     yield _variant(sort._merge_halves_kernel, launch.HALF.num_warps, BLOCK=launch.HALF.block)
     yield _variant(search._min_max_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
+    yield _variant(fill._fill_kernel, launch.PROBES.num_warps, PROBES=launch.PROBES.block)
     yield _variant(waste._limit_kernel, launch.COSTS.num_warps, BLOCK=launch.COSTS.block)
     yield _variant(waste._waste_kernel, launch.WASTES.num_warps, DEPTH=launch.WASTES.block.bit_length() - 1)
     for slots in _powers(launch.MAX_SLOTS)[1:]:

@@ -18,6 +18,7 @@ from gpusampler.kernels.checks import MAX_LENGTH
 from gpusampler.kernels.costs import scale_rows
 from gpusampler.kernels.deal import deal
 from gpusampler.kernels.emit import Plan, emit
+from gpusampler.kernels.fill import fill_slots
 from gpusampler.kernels.improve import improve
 from gpusampler.kernels.jit import is_interpreted
 from gpusampler.kernels.search import _min_max_kernel, min_max
@@ -54,10 +55,10 @@ def _too_many(dp_size: int, slots: int) -> str | None:
 
 
 @cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`spec.TARGETS`, and both lists of waste caps in one, on a device."""
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`spec.TARGETS`, `spec.RAISES`, and both lists of waste caps in one, on a device."""
     caps = np.concatenate([spec.WASTE_CAPS, spec.STEP_WASTE_CAPS])
-    return torch.from_numpy(spec.TARGETS).to(device), torch.from_numpy(caps).to(device)
+    return tuple(torch.from_numpy(table).to(device) for table in (spec.TARGETS, spec.RAISES, caps))
 
 
 def _shared_bytes(device: torch.device) -> int:
@@ -128,14 +129,15 @@ def _plan_rows(
     per_step: bool,
     longest_allowed: int,
 ) -> Plan:
-    num_rows = len(lengths)
+    num_rows, size = lengths.shape
     groups = dp_size * slots
     device = lengths.device
-    targets, caps = _tables(device)
+    targets, raises, caps = _tables(device)
+    raises = raises if slots > 1 and size < spec.SCARCE * groups else raises[:0]
     caps = caps[: len(caps) if per_step else len(spec.WASTE_CAPS)] if slots > 1 else caps[:0]
-    num_tried = 1 + min(len(caps), len(spec.WASTE_CAPS))
-    counts = torch.empty((num_rows, 1 + len(caps), groups), dtype=torch.int32, device=device)
-    usable = torch.empty((num_rows, 1 + len(caps)), dtype=torch.int32, device=device)
+    num_tried = 1 + len(raises) + min(len(caps), len(spec.WASTE_CAPS))
+    counts = torch.empty((num_rows, 1 + len(raises) + len(caps), groups), dtype=torch.int32, device=device)
+    usable = torch.empty(counts.shape[:2], dtype=torch.int32, device=device)
     status = torch.empty(num_rows, dtype=torch.int64, device=device)
     peak = torch.empty(num_rows, dtype=torch.int64, device=device)
     by_length = sort_rows(lengths, longest_allowed, _shared_bytes(device))
@@ -144,6 +146,8 @@ def _plan_rows(
         min_max(costs, groups, counts, status, peak)
     if num_rows > 0 and slots > 1:
         limit_peak(costs, groups, status, peak)
+        if len(raises) > 0:
+            fill_slots(costs, dp_size, slots, status, raises, counts, usable)
         equal_waste(costs, groups, status, caps, counts, usable)
         improve(costs, dp_size, slots, status, counts, usable, num_tried, targets)
     dealt = deal(costs, dp_size, slots, per_step, status, counts, usable, num_tried)

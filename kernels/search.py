@@ -74,6 +74,25 @@ def _spread(low, high, turn, lane, PROBES: tl.constexpr):
 
 
 @triton.jit
+def least_level(row, tail_row, size, groups, usable, f_ptr, inverse_ptr, tail_ptr, most_ptr, PROBES: tl.constexpr):
+    """The least level that `groups` groups of the `size` samples from `row` on can keep, and whether there is one."""
+    lane = tl.arange(0, PROBES)
+    longest = tl.load(f_ptr + row)
+    high = longest * size
+    low = tl.maximum(longest, tl.cdiv(tl.load(tail_ptr + tail_row), groups)) - 1
+    turn = tl.zeros([], tl.int32)
+    possible = usable
+    while possible & ((turn == 0) | (high - low > 1)):
+        level = _spread(low, high, turn, lane, PROBES)
+        fits, reached, next_level = _probe(level, row, f_ptr, inverse_ptr, most_ptr, size, groups)
+        possible = (turn > 0) | (tl.max(tl.where(lane == PROBES - 1, fits.to(tl.int32), 0), 0) == 1)
+        high = tl.minimum(high, tl.min(tl.where(fits, reached, high), 0))
+        low = tl.maximum(low, tl.max(tl.where(fits, low, tl.minimum(next_level, high) - 1), 0))
+        turn += 1
+    return high, possible
+
+
+@triton.jit
 def _least_groups(row, most_ptr, size):
     """Groups of a greedy walk under the cap alone."""
     i = tl.zeros([], tl.int32)
@@ -101,20 +120,10 @@ def _min_max_kernel(
 ):
     program = tl.program_id(0).to(tl.int64)
     row = program * size
-    lane = tl.arange(0, PROBES)
-    longest = tl.load(f_ptr + row)
-    high = longest * size
-    low = tl.maximum(longest, tl.cdiv(tl.load(tail_ptr + row + program), groups)) - 1
-    turn = tl.zeros([], tl.int32)
     usable = tl.load(status_ptr + program) == 0
-    possible = usable
-    while possible & ((turn == 0) | (high - low > 1)):
-        level = _spread(low, high, turn, lane, PROBES)
-        fits, reached, next_level = _probe(level, row, f_ptr, inverse_ptr, most_ptr, size, groups)
-        possible = (turn > 0) | (tl.max(tl.where(lane == PROBES - 1, fits.to(tl.int32), 0), 0) == 1)
-        high = tl.minimum(high, tl.min(tl.where(fits, reached, high), 0))
-        low = tl.maximum(low, tl.max(tl.where(fits, low, tl.minimum(next_level, high) - 1), 0))
-        turn += 1
+    high, possible = least_level(
+        row, row + program, size, groups, usable, f_ptr, inverse_ptr, tail_ptr, most_ptr, PROBES
+    )
     if possible:
         i = tl.zeros([], tl.int32)
         peak = tl.zeros([], tl.int64)

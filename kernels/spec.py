@@ -7,7 +7,8 @@ the largest and for the summed group cost, so a plan is the sizes of K consecuti
 
 Search. A *walk* tests a vector of G levels, one a slot, D groups each: at each position it takes the slot with quota
 left whose level is wasted least, and as many samples as that level holds. The start is the exact min-max over all K
-groups (bisection; with one slot this is the answer) or two partitions of equal padding waste. Then ROUNDS rounds of
+groups (bisection; with one slot this is the answer), one of two partitions of equal padding waste or, where groups
+are small, of two that fill slot after slot as low as what is left allows. Then ROUNDS rounds of
 candidate level vectors, each round around the best plan so far: a wide scan of the costliest slot's level, pairs of
 levels moved against each other, and single levels lowered. The candidates of a round do not depend on each other, so
 that an engine may walk them, at every target in TARGETS, side by side.
@@ -38,6 +39,9 @@ WASTE_CAPS = np.array([0, 6], dtype=np.int64)
 # The same for the partitions tried when ranks meet once a step.
 STEP_WASTE_CAPS = np.array([5, 6, 7, 8, 10, 12], dtype=np.int64)
 PEAK_GROUPS = 32
+# Rows of fewer samples a group than this are also started slot by slot, levels raised by each of these, in eighths.
+SCARCE = 8
+RAISES = np.array([0, 1], dtype=np.int64)
 ROUND_KEYS = 8  # of the shuffle
 SWAPS = 16  # at most, to even out the ranks when they meet once a step
 NOISE = 0xE6D2B755
@@ -538,6 +542,26 @@ def limit_peak(lengths, most, counts):
 
 
 @compiled
+def fill_slots(eighths, f, inverse, most, dp_size, counts):
+    """Fill slot after slot to the least level that the groups left can keep, raised; False if samples are left over.
+
+    Costs [9, 4, 4, 1, 1] on one rank in four slots, not raised: sizes [1, 1, 1, 2], where the min-max partition has
+    [1, 2, 1, 1].
+    """
+    size = f.shape[0]
+    groups = counts.shape[0]
+    i = 0
+    for first in range(0, groups, dp_size):
+        level = min_max(f[i:], inverse[i:], most[i:], groups - first, counts[first:])
+        level += level // 8 * eighths
+        for k in range(first, first + dp_size):
+            count = min(estimate(level, f[i], inverse[i]), most[i])
+            counts[k] = max(1, min(count, size - i - (groups - 1 - k)))
+            i += counts[k]
+    return i == size
+
+
+@compiled
 def search_row(lengths, f, inverse, tail, most, dp_size, slots, counts):
     """Sizes of the groups for ranks that meet in every slot; False if the cap forbids `dp_size * slots` groups.
 
@@ -554,6 +578,14 @@ def search_row(lengths, f, inverse, tail, most, dp_size, slots, counts):
     trial = np.empty(groups, np.int64)
     trial_levels = np.empty(slots, np.int64)
     total = slot_levels(f, counts, dp_size, costs, levels)
+    if f.shape[0] < SCARCE * groups:
+        for eighths in RAISES:
+            if fill_slots(eighths, f, inverse, most, dp_size, trial):
+                trial_total = slot_levels(f, trial, dp_size, costs, trial_levels)
+                if trial_total < total:
+                    total = trial_total
+                    counts[:] = trial
+                    levels[:] = trial_levels
     for cap in WASTE_CAPS:
         if equal_waste(waste_level(cap, f, tail, groups), f, tail, most, groups, trial):
             trial_total = slot_levels(f, trial, dp_size, costs, trial_levels)

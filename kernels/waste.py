@@ -99,11 +99,11 @@ def _waste_kernel(
     size: tl.int32,
     groups: tl.int32,
     digits: tl.int32,
+    num_parts: tl.int32,
     DEPTH: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    num_parts = tl.num_programs(1) + 1
     row = program * size
     tail_row = row + program
     lane = tl.arange(0, 1 << DEPTH).to(tl.int64)[:, None]
@@ -131,7 +131,7 @@ def _waste_kernel(
         high = tl.minimum(high, -_most(-tl.where(fits, bound, high)))
         low = tl.maximum(low, _most(tl.where(tested & (fits == 0), bound, low)))
         first = low > high
-    place = program * num_parts + 1 + part
+    place = program * num_parts + num_parts - tl.num_programs(1) + part
     if usable:
         one = lane == 0
         bound = tl.where(one, high, 0)
@@ -174,9 +174,9 @@ def equal_waste(
         costs: the rows, after `limit_peak`.
         groups: K.
         status: int64 [W], 0 in the rows to work on.
-        caps: int64 [P - 1], bounds of a group's cost in quarters of the mean; 0 is none.
-        counts: int32 [W, P, K], out: the sizes, at [:, 1:]; left alone where there is no such partition.
-        usable: int32 [W, P], out, at [:, 1:]: whether there is one.
+        caps: int64, at most P - 1 bounds of a group's cost in quarters of the mean; 0 is none.
+        counts: int32 [W, P, K], out: the sizes, in the last partitions; left alone where there is no such partition.
+        usable: int32 [W, P], out: whether there is one.
     """
     num_rows, size = costs.f.shape
     _waste_kernel[(num_rows, len(caps))](
@@ -191,6 +191,7 @@ def equal_waste(
         size,
         groups,
         digits(size, groups),
+        counts.shape[1],
         DEPTH=launch.WASTES.block.bit_length() - 1,
         num_warps=launch.WASTES.num_warps,
         **FLAGS,

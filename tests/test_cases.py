@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from brute_force import cuts
 from torch.utils.data import DataLoader, Dataset
 
 from gpusampler import CostModel, GPUBatchRebalanceSampler, microbatch_weight, plan_batches
@@ -44,6 +45,27 @@ def test_l03_step_cost_of_twelve_samples():
         for cut in range(1, 12)
     )
     assert best == pytest.approx(104366.08)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dp_size", "grad_accum", "alpha"),
+    [
+        ([2048] * 3 + [1024] * 3 + [256] * 2 + [128] * 3 + [64, 32, 16], 3, 4, 1e-4),
+        ([4096] + [2048] * 5 + [1024] * 3 + [128] * 2 + [64] * 2 + [16], 2, 5, 1e-3),
+        ([4096] * 3 + [2048] * 4 + [1024] * 2 + [128] + [64] * 3 + [32] + [16] * 3, 3, 5, 1e-3),
+        ([1327, 1221, 755, 686, 471, 471, 190, 127, 101], 2, 4, 1e-3),
+        ([2976, 2903, 2900, 2813, 2738, 2135, 1496, 1496, 1477, 1085, 1050, 949, 755, 730, 367, 66], 3, 5, 1e-3),
+    ],
+)
+def test_l03_hardly_more_samples_than_groups(lengths: list[int], dp_size: int, grad_accum: int, alpha: float):
+    groups = dp_size * grad_accum
+    costs = [length + alpha * length**2 for length in lengths]
+    best = min(
+        sum(sorted((n * costs[i] for n, i in zip(cut, np.cumsum([0, *cut]), strict=False)), reverse=True)[::dp_size])
+        for cut in cuts(len(lengths), groups)
+    )
+    plan = plan_batches(torch.tensor([lengths]), dp_size, grad_accum, cost=CostModel(alpha=alpha))
+    assert plan.step_cost.item() == pytest.approx(best, rel=1e-6)
 
 
 def test_l11_fewer_samples_than_groups_are_repeated():

@@ -112,6 +112,33 @@ def test_equal_waste_is_the_least_largest_waste(lengths: list[int], groups: int,
         assert largest_waste(counts.tolist()) - min(wastes) <= 1 + (min(wastes) >> 11)
 
 
+@settings(deadline=None, max_examples=150)
+@given(lengths_of_any_kind, st.integers(1, 3), st.integers(1, 4), st.sampled_from([0, 40]), st.integers(0, 8))
+@example([9, 4, 4, 1, 1], 1, 4, 0, 0)
+def test_slots_are_filled_as_low_as_what_is_left_allows(
+    lengths: list[int], dp_size: int, slots: int, cap: int, eighths: int
+):
+    groups = dp_size * slots
+    row = make_row(lengths + [1] * (groups - len(lengths)), cap=cap)
+    counts = np.full(groups, SENTINEL, np.int64)
+    if spec.least_groups(row.most) > groups:
+        return
+    assert spec.fill_slots(eighths, row.f, row.inverse, row.most, dp_size, counts)
+    assert counts.min() >= 1
+    assert counts.sum() == len(row.f)
+    edges = np.cumsum([0, *counts])
+    for first in range(0, groups, dp_size):
+        at = edges[first]
+        level, _ = best_of_all(row.f[at:].tolist(), groups - first, 0) if cap == 0 and len(row.f) < 9 else (None, None)
+        for k in range(first, first + dp_size):
+            assert counts[k] <= row.most[edges[k]]
+            if level is not None:
+                raised = level + level // 8 * eighths
+                more = counts[k] + 1
+                assert counts[k] * row.f[edges[k]] <= raised
+                assert more * row.f[edges[k]] > raised or more > len(row.f) - edges[k] - (groups - 1 - k)
+
+
 @pytest.mark.parametrize("groups", [2, 7, 20])
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_waste_is_found_to_12_bits(groups: int, seed: int):

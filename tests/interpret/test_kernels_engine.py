@@ -24,6 +24,8 @@ CASES = {
     "K == B": Case(skewed(6), 3, 2),
     "giant": Case(giant(14, rows=1), 2, 2),
     "ties": Case(few(21, rows=1), 2, 3),
+    "many samples a group": Case(skewed(40, rows=1, seed=5), 2, 2),
+    "hardly more samples than groups": Case(2 ** skewed(14, rows=2, seed=6).clip(4, 12), 3, 4),
     "per step": Case(skewed(30, rows=1), 2, 2, per_step=True),
     "per step, ties": Case(few(9, rows=1), 2, 3, per_step=True),
     "three ranks": Case(skewed(20, seed=3), 3, 2),

@@ -8,6 +8,7 @@ import torch
 from against_spec import SENTINEL, few, giant, prepare, skewed
 
 from gpusampler.kernels import improve, launch, spec
+from gpusampler.kernels.fill import fill_slots
 from gpusampler.kernels.jit import FLAGS
 from gpusampler.kernels.search import min_max
 from gpusampler.kernels.waste import equal_waste, limit_peak
@@ -17,14 +18,18 @@ def check(lengths: np.ndarray, dp_size: int, slots: int, max_tokens: int = 0) ->
     costs = prepare(lengths, max_tokens)
     rows, groups = len(lengths), dp_size * slots
     caps = torch.from_numpy(spec.WASTE_CAPS)
-    counts = torch.full((rows, 1 + len(caps), groups), SENTINEL, dtype=torch.int32)
-    usable = torch.full((rows, 1 + len(caps)), SENTINEL, dtype=torch.int32)
+    raises = torch.from_numpy(spec.RAISES if lengths.shape[1] < spec.SCARCE * groups else spec.RAISES[:0])
+    parts = 1 + len(raises) + len(caps)
+    counts = torch.full((rows, parts, groups), SENTINEL, dtype=torch.int32)
+    usable = torch.full((rows, parts), SENTINEL, dtype=torch.int32)
     status, peak = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), SENTINEL)
     before = costs.most.numpy().astype(np.int64)
     min_max(costs, groups, counts, status, peak)
     limit_peak(costs, groups, status, peak)
+    if len(raises) > 0:
+        fill_slots(costs, dp_size, slots, status, raises, counts, usable)
     equal_waste(costs, groups, status, caps, counts, usable)
-    improve.improve(costs, dp_size, slots, status, counts, usable, 1 + len(caps), torch.from_numpy(spec.TARGETS))
+    improve.improve(costs, dp_size, slots, status, counts, usable, parts, torch.from_numpy(spec.TARGETS))
     for w in range(rows):
         expected = np.full(groups, SENTINEL)
         row = costs.lengths[w].numpy().astype(np.int64)
