@@ -91,8 +91,7 @@ def test_a_second_device():
     lengths = torch.from_numpy(skewed(1, 100))
     table = torch.from_numpy(ALPHAS)
     plans = [
-        engine.plan_rows(lengths.to(device), None, table.to(device), 4, 2, 0, False)
-        for device in ("cuda:0", "cuda:1")
+        engine.plan_rows(lengths.to(device), None, table.to(device), 4, 2, 0, False) for device in ("cuda:0", "cuda:1")
     ]
     for first, second in zip(*plans, strict=True):
         assert torch.equal(first.cpu(), second.cpu())
