@@ -79,7 +79,8 @@ def test_figures_are_those_of_the_plan(data):
     tight = tight_bounds(rows, as_lengths(lengths), partition)
     assert figures.bound.item() <= tight.item() * (1 + 1e-9)
     assert tight.item() <= figures.cost.item() * (1 + 1e-9)
-    assert figures.fair.item() <= figures.work.item() <= figures.cost.item() * (1 + 1e-9)
+    assert figures.fair.item() <= figures.work.item() * (1 + 1e-9)
+    assert figures.work.item() <= figures.cost.item() * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
