@@ -32,7 +32,7 @@ unit: $(VENV)/test
 
 # The GPU kernels under Triton's interpreter, equal to the specification.
 interpret: $(VENV)/test
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" tests/interpret
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/interpret
 
 # The GPU kernels compiled for sm_80, sm_90, sm_100 and sm_120, without a GPU.
 aot: $(VENV)/test

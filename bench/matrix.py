@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             found = _install(version, Path(folder))
             interpreted, interpret_seconds = _output(
-                folder, "1", ["pytest", "-q", "-W", _NUMPY_WARNING, "tests/interpret"]
+                folder, "1", ["pytest", "-q", "-n", "2", "-W", _NUMPY_WARNING, "tests/interpret"]
             )
             compiled, compile_seconds = _output(folder, "0", ["bench.compile_stats"])
         tests = re.search(r"(\d+) passed(.*) in ", interpreted)
