@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -92,19 +93,23 @@ def test_a_finished_epoch_is_followed_by_the_next(workers: int, helper: bool):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_accumulation_may_change_between_steps(workers: int):
+@pytest.mark.parametrize("steps", [2, 3])
+def test_accumulation_may_change_between_steps(workers: int, steps: int):
     _, loader = make(workers)
     iterator = iter(loader)
-    for _ in range(4):
+    for _ in range(2 * steps):
         next(iterator)
     sampler, more = make(workers, grad_accum=3)
-    assert resume(more, loader.state_dict()) == 0
+    state = loader.state_dict()
+    before = copy.deepcopy(state)
+    assert resume(more, state) == 0
+    assert state == before
     iterator = iter(more)
     rest = [next(iterator)]
-    assert sampler.state_dict()["consumed"] == 7  # two steps of three, and one
+    assert sampler.state_dict()["consumed"] == 3 * steps + 1
     rest += iterator
     fresh, _ = make(0, grad_accum=3)
-    assert rest == list(fresh)[6:]
+    assert rest == list(fresh)[3 * steps :]
 
 
 class Stream(IterableDataset):

@@ -9,6 +9,7 @@ once and tells the epoch to go on in, which the loader does not know.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,12 +36,16 @@ def resume(loader: StatefulDataLoader[Any], state: Mapping[str, Any]) -> int:
     if not isinstance(loader, StatefulDataLoader):
         raise ParameterTypeError(f"loader must be a StatefulDataLoader, got {quote(loader)}")
     sampler = sampler_of(loader)
-    main = state.get("_snapshot", {}).get("_main_snapshot", state) if isinstance(state, Mapping) else {}
+    state = copy.deepcopy(dict(state)) if isinstance(state, Mapping) else state
+    main = state.get("_snapshot", {}).get("_main_snapshot", state) if isinstance(state, dict) else {}
     position = main.get("_sampler_iter_state")
     if not isinstance(position, Mapping):
         raise ParameterError(f"state must be that of a StatefulDataLoader with a balancing sampler, got {quote(state)}")
     epoch, _ = states.load(position, sampler.composition, sampler.partition, sampler.lengths)
-    loader.load_state_dict(dict(state))
+    # With workers, what the loader keeps of the sampler itself lies behind by what they had under way, perhaps within a
+    # step, where the accumulation could not change.
+    main["_index_sampler_state"] = {name: value for name, value in position.items() if name != "handed"}
+    loader.load_state_dict(state)
     epoch += bool(state["_iterator_finished"])
     sampler.set_epoch(epoch)
     return epoch
