@@ -207,7 +207,11 @@ class MicroBatches(Iterator[list[int]]):
             except Exception as error:
                 problem = error
         ahead = sampler.process_group.loader_ahead
-        fields = states.fingerprint(sampler.composition, partition, sampler.lengths)
+        try:
+            cost = states.describe_cost(partition, sampler.lengths)
+        except Exception as error:  # of a cost_fn; the other ranks are to hear of it
+            problem, cost = problem or error, "unknown"
+        fields = states.fingerprint(sampler.composition, partition, sampler.lengths, cost)
         fields |= {"plan_ahead": sampler.plan_ahead, "epoch": self._epoch, "position": position}
         lead = agreement.begin(fields, sampler.rank, self._handout.ahead if ahead is None else ahead, problem)
         dtype = torch.int32 if sampler.composition.num_samples <= _INT32_MAX else torch.int64

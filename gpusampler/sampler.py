@@ -28,6 +28,7 @@ from gpusampler.errors import (
     check_bool,
     check_choice,
     check_int,
+    quote,
 )
 from gpusampler.feasible import check_cap, check_oversize
 from gpusampler.group import PlanGroup
@@ -44,6 +45,9 @@ DEFAULT_SEED = 42
 # Half a chunk is cut into micro-batches at once: once in 256 of them, well below the 99th percentile.
 _MICRO_BATCHES_A_CHUNK = 512
 _SAMPLES_A_CHUNK = 1 << 19
+_FIXED = frozenset(
+    ("lengths", "effective_batch_size", "dp_size", "grad_accum", "shuffle", "seed", "drop_last", "plan_ahead")
+)
 
 
 class GPUBatchRebalanceSampler(Sampler[list[int]]):
@@ -216,6 +220,14 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
             self._start = 0
             self._handout = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what the sampler was made with, which would be of no effect or of a wrong one."""
+        if name in _FIXED and name in self.__dict__:
+            raise ParameterError(
+                f"{name} cannot be changed from {quote(self.__dict__[name])} to {quote(value)}, make another sampler"
+            )
+        super().__setattr__(name, check_int("epoch", value, minimum=0) if name == "epoch" else value)
+
     @property
     def rank(self) -> int:
         """This process's part of a step, 0 to D - 1; whoever starts the processes may set it before iterating."""
@@ -223,7 +235,7 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
 
     @rank.setter
     def rank(self, rank: int) -> None:
-        self._rank = rank
+        self._rank = check_int("rank", rank, minimum=0, maximum=self.dp_size - 1)
         self._rank_guessed = False
 
     @property

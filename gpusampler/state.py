@@ -68,8 +68,13 @@ def load(state: Mapping[str, Any], composition: Composition, partition: Partitio
     return epoch, step * partition.grad_accum + slot
 
 
-def fingerprint(composition: Composition, partition: Partition, lengths: Lengths) -> dict[str, Any]:
-    """Everything that defines the plans of an epoch, by the name of the parameter; plain values."""
+def fingerprint(
+    composition: Composition, partition: Partition, lengths: Lengths, cost: str | None = None
+) -> dict[str, Any]:
+    """Everything that defines the plans of an epoch, by the name of the parameter; plain values.
+
+    `cost` is `describe_cost` of the partition, if that has been called.
+    """
     return {
         "num_samples": composition.num_samples,
         "lengths_digest": lengths.digest,
@@ -80,14 +85,14 @@ def fingerprint(composition: Composition, partition: Partition, lengths: Lengths
         "lookahead": 1,
         "dp_size": partition.dp_size,
         "grad_accum": partition.grad_accum,
-        "cost": _cost(partition, lengths),
+        "cost": describe_cost(partition, lengths) if cost is None else cost,
         "max_tokens": partition.max_tokens,
         "layout": partition.layout,
         "sync": partition.sync,
     }
 
 
-def _cost(partition: Partition, lengths: Lengths) -> str:
+def describe_cost(partition: Partition, lengths: Lengths) -> str:
     """The cost model as text: a function has no name that lasts, but its values at some lengths tell it apart."""
     model = partition.cost
     if model.cost_fn is None:

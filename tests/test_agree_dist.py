@@ -131,6 +131,9 @@ def test_an_error_in_planning_is_raised_on_all_ranks_at_its_chunk(answers: Answe
         own = "ValueError: this rank cannot"
         others = f"DistributedError: 1 of {world} ranks cannot begin the epoch. rank {world - 1}: {own}"
         assert found["one"] == (own if rank == world - 1 else others)
+        own = "ValueError: the table of costs is gone"
+        others = f"DistributedError: 1 of {world} ranks cannot begin the epoch. rank 0: {own}"
+        assert found["cost"] == (own if rank == 0 else others)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -280,6 +280,25 @@ class _Samples(Dataset[int]):
         return index
 
 
+@pytest.mark.parametrize("rank", [-1, 2, 1.0, "0", None, True])
+def test_l40_a_rank_set_later_is_checked(rank: object):
+    sampler = GPUBatchRebalanceSampler(range(1, 41), 8, 2, rank=0)
+    with pytest.raises(ValueError, match=r"^rank must be"):
+        sampler.rank = rank
+    sampler.rank = 1
+    assert list(sampler) == list(GPUBatchRebalanceSampler(range(1, 41), 8, 2, rank=1))
+
+
+def test_l40_what_a_sampler_was_made_with_cannot_be_changed():
+    sampler = GPUBatchRebalanceSampler(range(1, 41), 8, 2, rank=0)
+    for name in ("dp_size", "grad_accum", "effective_batch_size", "seed", "shuffle", "drop_last", "lengths"):
+        with pytest.raises(ValueError, match=rf"^{name} cannot be changed from .* to 3, make another sampler"):
+            setattr(sampler, name, 3)
+    with pytest.raises(ValueError, match="epoch must be at least 0, got -2"):
+        sampler.epoch = -2
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(copy.deepcopy(sampler)) == list(sampler)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_l41_persistent_workers_see_every_epoch(method: str):
     lengths = list(range(1, 97))

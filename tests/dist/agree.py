@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -193,7 +194,16 @@ def failing(rank: int, world: int) -> dict[str, Any]:
         capped._check_cap = lambda epoch: (_ for _ in ()).throw(ValueError("this rank cannot"))  # type: ignore[method-assign]
         capped._cap_error = lambda epoch: ValueError("this rank cannot")  # type: ignore[method-assign]
     found["one"] = caught(capped)
+    broken = Sampler(LENGTHS, 64, cost=CostModel(cost_fn=half_square))
+    if rank == 0:
+        broken.partition = dataclasses.replace(broken.partition, cost=CostModel(cost_fn=no_table))
+    found["cost"] = caught(broken)
     return found
+
+
+def no_table(lengths: torch.Tensor) -> torch.Tensor:
+    """A cost that fails from some time on."""
+    raise ValueError("the table of costs is gone")
 
 
 def slow_root(rank: int, world: int) -> dict[str, Any]:
