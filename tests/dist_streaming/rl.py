@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gpusampler.errors import ParameterError
+from gpusampler.group import end_without_gil
 from gpusampler.rl import rearrange_micro_batches
 
 
@@ -45,6 +46,7 @@ def main() -> None:
         "too few rows": error_of(lengths[:2] if rank else lengths, 400),
     }
     groups = [dist.new_group([0]), dist.new_group([1])]
+    end_without_gil(groups[rank])
     seen["subgroup"] = len(rearrange_micro_batches(batch, 400, groups[rank], lengths=lengths)[0])
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
