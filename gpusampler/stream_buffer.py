@@ -2,7 +2,8 @@
 
 A sample is read once, given its place in the stream, measured and kept until a step takes it. The state is the source's
 own with the kept samples, where the source has one; else the number of samples read, with the places of the kept ones,
-which are read again. Memory: at most `size` samples besides those of the current step.
+which are read again. It also says whether the source has ended: many sources cannot, their state at the end is that of
+a new beginning. Memory: at most `size` samples besides those of the current step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Buffer:
     Attributes:
         items: what is kept, oldest first; steps take from it.
         read: samples read from the source in this epoch.
+        ended: whether those are all.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class Buffer:
         """Keep the parameters; an unclear `column` or `fn` is found with the first sample."""
         self.items: list[Item] = []
         self.read = 0
+        self.ended = False
         self._source, self._size, self._longest = source, size, longest
         self._column, self._fn = column, fn
         self._length: SampleLength | None = None
         self._iterator: Iterator[Any] | None = None
+        self._source_state: Any = None  # loaded, and not yet given to the source
         self._skip = 0
         self._reread: list[list[Item]] = []
 
@@ -57,11 +61,19 @@ class Buffer:
 
     def restart(self) -> None:
         """Forget everything; the source is iterated from its beginning."""
-        self.items, self.read, self._skip, self._iterator = [], 0, 0, None
-        self._reread = []
+        self.items, self.read, self.ended, self._iterator = [], 0, False, None
+        self._source_state, self._skip, self._reread = None, 0, []
 
     def open(self) -> None:
-        """Begin to iterate the source; after a state without one of the source's, read up to the place again."""
+        """Begin to iterate the source; after a state without one of the source's, read up to the place again.
+
+        A source that had ended is left alone until the next epoch, which begins at its beginning.
+        """
+        if self.ended and not self._skip:
+            return
+        if self._source_state is not None:
+            self._source.load_state_dict(self._source_state)  # type: ignore[attr-defined]
+            self._source_state = None
         self._iterator = iter(self._source)
         if self._skip:
             self._read_again(self._iterator, self._skip)
@@ -73,19 +85,21 @@ class Buffer:
         Raises:
             ParameterError: a sample without a usable length, named by its place.
         """
-        while self._iterator is not None and len(self.items) < self._size:
+        while self._iterator is not None and not self.ended and len(self.items) < self._size:
             try:
                 sample = next(self._iterator)
             except StopIteration:
-                self._iterator = None
+                self._iterator, self.ended = None, True
                 return
             self.items.append(Item(self.read, self._measure(sample, self.read), sample))
             self.read += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source is, and what is kept."""
-        source = self._source.state_dict() if self.has_state else None  # type: ignore[attr-defined]
-        return {"read": self.read, "items": self.packed(self.items), "source": source}
+        source = self._source_state
+        if source is None and self.has_state:
+            source = self._source.state_dict()  # type: ignore[attr-defined]
+        return {"read": self.read, "ended": self.ended, "items": self.packed(self.items), "source": source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there with the next `open`."""
@@ -93,9 +107,9 @@ class Buffer:
             has, had = ("a", "no") if self.has_state else ("no", "a")
             raise ParameterError(f"state was saved with a source that has {had} state_dict, this one has {has} one")
         self.restart()
-        self.read = state["read"]
+        self.read, self.ended = state["read"], state["ended"]
         if self.has_state:
-            self._source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+            self._source_state = state["source"]
         else:
             self._skip = self.read
         self.items = self.unpacked(state["items"])

@@ -36,7 +36,7 @@ from gpusampler.stream_buffer import Buffer, Item
 from gpusampler.stream_peers import Peers
 from gpusampler.stream_steps import Report, Step, local_step, shared_step, take_local, take_shared
 
-_FORMAT = 1
+_FORMAT = 2
 _BUFFERED_STEPS = 4
 
 
@@ -168,8 +168,8 @@ class BalancedStream(IterableDataset[list[Any]]):
 
         If the source has `state_dict` and `load_state_dict`, its state is saved with the samples that are buffered, and
         resuming continues it, as exactly as it does itself. Else only the number of samples read is saved; resuming
-        reads that many again, which is exact if the source gives the same samples. With `sharded`, each rank has its
-        own state; else that of one rank serves all.
+        reads that many again, which is exact if the source gives the same samples. Once the source has ended, the
+        rest of the buffer is all that is left. With `sharded`, each rank has its own state; else one serves all ranks.
         """
         step = None if self._step is None or self._slot == self.grad_accum else self._step
         keep = self._buffer.packed

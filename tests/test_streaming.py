@@ -228,6 +228,48 @@ def test_state_of_the_last_micro_batch_and_of_another_epoch() -> None:
     assert places(again) == whole
 
 
+# torchdata 0.11 calls what torch 2.13 deprecates
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("kind", ["plain", "resets itself", "loader with a worker", "datasets stream"])
+@pytest.mark.parametrize("size", [22, 24])
+def test_a_state_saved_when_the_source_has_ended_reads_nothing_again(kind: str, size: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def source() -> Any:
+        if kind == "datasets stream":
+            return datasets.Dataset.from_dict({"place": list(range(size)), "length": [3] * size}).to_iterable_dataset()
+        samples = Numbered([3] * size) if kind == "plain" else Stateful([3] * size)
+        if kind == "loader with a worker":
+            return torchdata.StatefulDataLoader(samples, batch_size=None, num_workers=1)
+        return samples
+
+    def make() -> BalancedStream:
+        return BalancedStream(source(), 4, drop_last=False)
+
+    stream = make()
+    unbroken, states = [], []
+    for micro_batch in stream:
+        unbroken.append([sample["place"] for sample in micro_batch])
+        states.append(torch_round_trip(stream.state_dict()))
+    states.append(torch_round_trip(stream.state_dict()))
+    for taken, state in zip((4, 5, 6, 6), states[3:], strict=True):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert places(resumed) == unbroken[taken:]
+    assert places(resumed) == unbroken  # the next epoch begins at its beginning
+
+
+def test_a_forgotten_position_does_not_reach_the_source() -> None:
+    stream = BalancedStream(Stateful(LENGTHS), 16)
+    next(iter(stream))
+    state = stream.state_dict()
+    again = BalancedStream(Stateful(LENGTHS), 16)
+    again.load_state_dict(state)
+    assert again.state_dict() == state  # saved again before it goes on
+    again.set_epoch(1)
+    assert places(again) == places(BalancedStream(Stateful(LENGTHS), 16))
+
+
 def test_a_shared_state_serves_other_ranks_at_a_step_boundary() -> None:
     (first,) = streams(LENGTHS, 16, 1, 2)
     iterator = iter(first)
@@ -377,3 +419,5 @@ def test_resume_of_shards(seen: list[dict[str, Any]]) -> None:
     for run in seen:
         assert run["resumed"] == run["unbroken"]
         assert len(run["resumed"]) > 10
+        # 22 samples a rank in steps of 4: buffers of 16 have read all of them after step 2
+        assert run["resumed at the end"] == run["unbroken at the end"]

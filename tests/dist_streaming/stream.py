@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,35 @@ COST = CostModel()
 
 def source(lengths: Any) -> list[dict[str, int]]:
     return [{"place": place, "length": int(length)} for place, length in enumerate(lengths)]
+
+
+class Resetting:
+    """Its state at its end is that of its beginning."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.samples, self.at = source(lengths), 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        while self.at < len(self.samples):
+            self.at += 1
+            yield self.samples[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def resume(make: Callable[[], BalancedStream], taken: int) -> list[list[list[int]]]:
+    """What a stream gives after `taken` micro-batches, resumed and unbroken."""
+    first, second = make(), make()
+    iterator = iter(first)
+    for _ in range(taken):
+        next(iterator)
+    second.load_state_dict(first.state_dict())
+    return [[[sample["place"] for sample in micro_batch] for micro_batch in rest] for rest in (second, iterator)]
 
 
 def walk(stream: BalancedStream, slots: int) -> dict[str, Any]:
@@ -78,14 +108,12 @@ def main() -> None:
     bad = source([3] * 5 + [0 if rank else 4] + [3] * 20)
     seen["bad sample"] = error_of(BalancedStream(bad, 4, sharded=True))
     seen["empty shard"] = error_of(BalancedStream(source(lengths if rank == 0 else []), 4, **options))
-    first = BalancedStream(source(lengths), 16, drop_last=False, **options)
-    iterator = iter(first)
-    for _ in range(7):
-        next(iterator)
-    second = BalancedStream(source(lengths), 16, drop_last=False, **options)
-    second.load_state_dict(first.state_dict())
-    seen["resumed"] = [[sample["place"] for sample in micro_batch] for micro_batch in second]
-    seen["unbroken"] = [[sample["place"] for sample in micro_batch] for micro_batch in iterator]
+    seen["resumed"], seen["unbroken"] = resume(
+        lambda: BalancedStream(source(lengths), 16, drop_last=False, **options), 7
+    )
+    seen["resumed at the end"], seen["unbroken at the end"] = resume(
+        lambda: BalancedStream(Resetting(lengths[:22]), 8, sharded=True), 3
+    )
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
