@@ -11,6 +11,7 @@ import pytest
 import torch
 from dist_integrations.common import HERE, LENGTHS, Rows, TokenModel, collate, launch, rows_of, run_script
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpusampler import GPUBatchRebalanceSampler
@@ -67,9 +68,10 @@ def test_l31_processes_that_lightning_spawns(tmp_path: Path):
 
 @pytest.mark.dist
 def test_l43_l44_resume_within_an_epoch_with_workers(by_torchrun: Path):
-    unbroken, resumed = (read(by_torchrun / name, "fit") for name in ("unbroken", "resumed"))
+    unbroken, resumed, after = (read(by_torchrun / name, "fit") for name in ("unbroken", "resumed", "next"))
     assert unbroken == read(by_torchrun, "fit")
     assert [part[12:] for part in unbroken] == resumed
+    assert [part[8:] for part in unbroken] == after
 
 
 @pytest.mark.dist
@@ -132,6 +134,24 @@ def test_l43_resume_at_the_end_of_an_epoch(tmp_path: Path, workers: int):
     for epoch in (2, 3):
         sampler.set_epoch(epoch)
         assert [rows for at, rows in model.seen if at == epoch] == list(sampler)
+
+
+@pytest.mark.parametrize("length", [{}, {"max_epochs": -1, "max_steps": 12}])
+@pytest.mark.parametrize("at", [{}, {"every_n_train_steps": 2}])
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks")
+def test_l14_l43_resume_from_any_checkpoint_of_lightning(tmp_path: Path, at: dict, length: dict):
+    def fit(checkpoint: Path | None = None) -> list:
+        savers = [] if checkpoint else [ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", **at)]
+        options = {"max_epochs": 3, "callbacks": savers, "enable_checkpointing": not checkpoint, **length}
+        model, run = Model(), trainer(tmp_path, **options)
+        run.fit(model, loader(run), ckpt_path=checkpoint)
+        return model.seen
+
+    unbroken = fit()
+    saved = [path for path in tmp_path.glob("step=*.ckpt") if path.stem != "step=12"]
+    assert len(saved) == (5 if at else 2)
+    for path in saved:
+        assert fit(path) == unbroken[int(path.stem.split("=")[1]) :]
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

@@ -58,11 +58,13 @@ def take_place(sampler: GPUBatchRebalanceSampler, processes: int, process: int, 
     sampler.rank = process // replicas
 
 
-def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
-    """A plain DataLoader with the dataset and options of `loader` that iterates `batch_sampler`."""
+def with_batch_sampler(
+    loader: DataLoader[Any], batch_sampler: Any, kind: type[DataLoader[Any]] = DataLoader
+) -> DataLoader[Any]:
+    """A DataLoader of that kind with the dataset and options of `loader` that iterates `batch_sampler`."""
     options = {
         name: getattr(loader, name)
         for name in inspect.signature(DataLoader.__init__).parameters
         if name not in _REPLACED and hasattr(loader, name)
     }
-    return DataLoader(loader.dataset, batch_sampler=batch_sampler, **options)
+    return kind(loader.dataset, batch_sampler=batch_sampler, **options)

@@ -4,9 +4,10 @@
 
 By default Lightning puts a DistributedSampler of its own into every loader of a distributed run, for which it makes the
 batch sampler anew with other arguments. A loader whose `sampler` is a DistributedSampler is left alone: the one here
-shows Lightning what this rank gets and takes the epochs from it. The loader also follows the Trainer: it takes its rank
-where the processes run, starts in the epoch that the Trainer is in (Lightning makes the first iterator before it sets
-the epoch) and has the state that Lightning keeps in checkpoints, for a resume within an epoch.
+shows Lightning what this rank gets and takes the epochs. The loader also follows the Trainer: it takes its rank where
+the processes run, and has the state that Lightning keeps in checkpoints, for a resume within an epoch. It begins when
+its first batch is asked for, in the epoch that the Trainer is in: Lightning makes the first iterator before it knows
+where a checkpoint goes on, and what it tells samplers counts one epoch too many after some.
 """
 
 from __future__ import annotations
@@ -50,13 +51,20 @@ def balanced_loader(loader: DataLoader[Any], trainer: Any) -> DataLoader[Any]:
         )
     batches = _Batches(sampler, trainer)
     batches.check_accumulation()
-    balanced = with_batch_sampler(loader, batches)
+    balanced = with_batch_sampler(loader, batches, _Loader)
     vars(balanced).update(
-        sampler=_RankSampler(sampler),  # torch forbids to assign it
+        sampler=_RankSampler(sampler, trainer),  # torch forbids to assign it
         state_dict=batches.state_dict,
         load_state_dict=batches.load_state_dict,
     )
     return balanced
+
+
+class _Loader(DataLoader[Any]):
+    """Makes its iterator, which may start workers, for the first batch."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
 
 
 class _Batches(Sampler[list[int]]):
@@ -105,12 +113,12 @@ class _Batches(Sampler[list[int]]):
 class _RankSampler(DistributedSampler[int]):
     """What this rank gets, as a DistributedSampler; takes the epochs."""
 
-    def __init__(self, sampler: GPUBatchRebalanceSampler) -> None:
+    def __init__(self, sampler: GPUBatchRebalanceSampler, trainer: Any) -> None:
         super().__init__(range(len(sampler.lengths)), num_replicas=sampler.dp_size, rank=sampler.rank)  # type: ignore[arg-type]
-        self._sampler = sampler
+        self._sampler, self._trainer = sampler, trainer
 
     def __iter__(self) -> Iterator[int]:
         return (index for batch in self._sampler for index in batch)
 
     def set_epoch(self, epoch: int) -> None:
-        self._sampler.set_epoch(epoch)
+        self._sampler.set_epoch(self._trainer.current_epoch if self._trainer.training else epoch)

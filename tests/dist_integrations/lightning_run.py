@@ -95,10 +95,12 @@ if __name__ == "__main__":
     if strategy == "ddp_spawn":
         sys.exit()
     saver = ModelCheckpoint(dirpath=f"{folder}/saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    for name, checkpoint in (("unbroken", None), ("resumed", f"{folder}/saved/step=6.ckpt")):
-        run = trainer(folder, strategy, callbacks=[saver] if checkpoint is None else [])
+    ends = ModelCheckpoint(dirpath=f"{folder}/saved", save_top_k=-1, filename="{epoch}")
+    for name, checkpoint in (("unbroken", ""), ("resumed", "step=6.ckpt"), ("next", "epoch=0.ckpt")):
+        checkpoint = checkpoint and f"{folder}/saved/{checkpoint}"
+        run = trainer(folder, strategy, callbacks=[] if checkpoint else [saver, ends])
         Path(folder, name).mkdir(exist_ok=True)
-        run.fit(Model(f"{folder}/{name}"), loader(run, workers=2), ckpt_path=checkpoint)
+        run.fit(Model(f"{folder}/{name}"), loader(run, workers=2), ckpt_path=checkpoint or None)
         torch.distributed.barrier()
     errors = {"accumulate": caught(lambda: loader(trainer(folder, strategy, accumulate_grad_batches=1)))}
     run = trainer(folder, strategy, enable_checkpointing=False)
