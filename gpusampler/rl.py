@@ -12,7 +12,7 @@ row order back, because the index lists that are returned are host lists in any 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 
 from gpusampler.cost import CostModel
-from gpusampler.errors import ParameterError, ParameterTypeError, check_bool, check_int, quote
+from gpusampler.errors import DistributedError, ParameterError, ParameterTypeError, check_bool, check_int, quote
 from gpusampler.group import transport
 from gpusampler.kernels import spec
 from gpusampler.kernels.partition import groups_needed, partition, partition_capped, sums_of
-from gpusampler.lengths import as_lengths
+from gpusampler.rl_batch import check_fields, lengths_of, rows_of, take
 
 _Int64 = np.ndarray[Any, np.dtype[np.int64]]
 _LARGEST_SUM = 2.0**61
+_LARGEST_INT = 2**63 - 1
+_LARGEST_COUNT = 2**31 - 1
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Any, k_partitions: int, equal_size: bool = False) -> list[list[int]]:
@@ -96,8 +98,10 @@ def rearrange_micro_batches(
         it holds, ascending.
 
     Raises:
-        ParameterError: on every rank, if on any: a row longer than `max_token_len` (named), a length below 1, fewer
-            rows than micro-batches, fields of different sizes.
+        ParameterError: on every rank, if on any: a parameter out of range, a row longer than `max_token_len` (named),
+            a length below 1, fewer rows than micro-batches, fields of different sizes, another
+            `num_batches_divided_by` on another rank.
+        DistributedError: a rank does not call this (or with another `same_micro_num_in_dp`), after the group's timeout.
 
     Example:
         >>> batch = {"input_ids": torch.arange(12).view(4, 3), "attention_mask": torch.ones(4, 3).tril(-1)}
@@ -106,24 +110,24 @@ def rearrange_micro_batches(
         >>> rows, parts[0]["input_ids"].tolist()
         ([[0, 1, 2], [3]], [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
     """
-    cap = check_int("max_token_len", max_token_len, minimum=1)
-    multiple = 1 if num_batches_divided_by is None else check_int("num_batches_divided_by", num_batches_divided_by, 1)
-    least = 1 if min_num_micro_batch is None else check_int("min_num_micro_batch", min_num_micro_batch, 1)
-    together = (
-        check_bool("same_micro_num_in_dp", same_micro_num_in_dp) and dist.is_available() and dist.is_initialized()
-    )
+    together = same_micro_num_in_dp is not False and dist.is_available() and dist.is_initialized()
     error: Exception | None = None
-    wanted, rows = 1, 1
+    wanted, rows, multiple = 1, 1, 1
     try:
-        sizes = _lengths_of(batch, lengths, cap)
-        costs = _costs_of(sizes, CostModel() if cost is None else cost)
+        check_bool("same_micro_num_in_dp", same_micro_num_in_dp)
+        cap = check_int("max_token_len", max_token_len, 1, _LARGEST_INT)
+        multiple = _check_count("num_batches_divided_by", num_batches_divided_by)
+        least = _check_count("min_num_micro_batch", min_num_micro_batch)
+        use_hill = check_bool("use_dynamic_bsz_balance", use_dynamic_bsz_balance)
+        sizes = lengths_of(batch, lengths, cap)
+        costs = _costs_of(sizes, cost)
         rows = len(sizes)
-        _check_fields(batch, rows)
+        check_fields(batch, rows)
         wanted = -(-max(least, groups_needed(sizes, cap)) // multiple) * multiple
     except Exception as caught:
         error = caught
     if together:
-        wanted, rows = _agree(wanted, rows, error, dp_group)
+        wanted, rows = _agree(wanted, rows, multiple, error, dp_group)
     if error is not None:
         raise error
     if wanted > rows:
@@ -132,9 +136,9 @@ def rearrange_micro_batches(
             f"num_batches_divided_by={num_batches_divided_by}), but a rank has only {rows} rows: none may be empty"
         )
     groups = _costliest_first(costs, partition_capped(costs, sizes, cap, wanted), wanted)
-    if use_dynamic_bsz_balance:
+    if use_hill:
         groups = _smallest_outside(groups)
-    return _take(batch, groups), groups
+    return take(batch, groups), groups
 
 
 def get_reverse_idx(idx_map: Any) -> Any:
@@ -155,12 +159,17 @@ def get_reverse_idx(idx_map: Any) -> Any:
         [1, 2, 0]
     """
     if isinstance(idx_map, torch.Tensor):
+        if idx_map.ndim != 1 or idx_map.is_floating_point() or idx_map.is_complex() or idx_map.dtype == torch.bool:
+            what = f"shape {tuple(idx_map.shape)} of {idx_map.dtype}"
+            raise ParameterTypeError(f"idx_map must be a one-dimensional integer tensor, got {what}")
         reverse = torch.argsort(idx_map)
         if idx_map.device.type == "cpu" and not torch.equal(idx_map[reverse], torch.arange(len(idx_map))):
             raise ParameterError(
                 f"idx_map must hold each of 0 to {len(idx_map) - 1} once, got {quote(idx_map.tolist())}"
             )
         return reverse.to(idx_map.dtype)
+    if not hasattr(idx_map, "__len__"):
+        raise ParameterTypeError(f"idx_map must be a sequence of ints, got {quote(idx_map)}")
     reverse_list: list[int] = [-1] * len(idx_map)
     for position, index in enumerate(idx_map):
         index = check_int(f"idx_map[{position}]", index, minimum=0, maximum=len(idx_map) - 1)
@@ -188,7 +197,7 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[
     if len(order) != data.shape[0]:
         raise ParameterError(f"data has {data.shape[0]} rows, batch_idx_list {len(order)}")
     reverse = get_reverse_idx(order)
-    restored: torch.Tensor = _rows(data, [reverse], torch.tensor(reverse, device=data.device))[0]
+    restored: torch.Tensor = rows_of(data, [reverse], torch.tensor(reverse, device=data.device))[0]
     return restored
 
 
@@ -196,6 +205,9 @@ def _as_values(values: Any, name: str) -> _Int64:
     """Positive integers as int64 [n]; unlike lengths they may be workloads far above 2**31."""
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu", torch.float64 if values.is_floating_point() else values.dtype).numpy()
+    elif isinstance(values, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, values)):
+        index = next(i for i, value in enumerate(values) if isinstance(value, (bool, np.bool_)))
+        raise ParameterTypeError(f"{name} must be one positive integer a sample, got {name}[{index}] = {values[index]}")
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iuf" or not len(array):
         what = f"shape {array.shape}" if array.ndim != 1 or not len(array) else f"{quote(values)} of {array.dtype}"
@@ -203,7 +215,7 @@ def _as_values(values: Any, name: str) -> _Int64:
     bad = ~(array >= 1) | (array != np.floor(array)) | (array > _LARGEST_SUM)
     if bad.any():
         index = int(np.argmax(bad))
-        raise ParameterError(f"{name} must be positive integers, got {name}[{index}] = {array[index]}")
+        raise ParameterError(f"{name} must be positive integers of at most 2**61, got {name}[{index}] = {array[index]}")
     if float(array.sum(dtype=np.float64)) > _LARGEST_SUM:
         raise ParameterError(f"{name} must have a sum of at most 2**61, use a coarser unit")
     return array.astype(np.int64)
@@ -227,94 +239,45 @@ def _smallest_outside(groups: list[list[int]]) -> list[list[int]]:
     return list(ordered)
 
 
-def _lengths_of(batch: Any, lengths: torch.Tensor | None, cap: int) -> _Int64:
-    """Lengths of the rows on the host, the one copy from the device, checked against the budget."""
-    name = "lengths"
-    if not isinstance(batch, Mapping) and not _is_tensordict(batch):
-        raise ParameterTypeError(f"batch must be a mapping of fields or a TensorDict, got {type(batch).__name__}")
-    if lengths is None:
-        names = set(batch.keys())  # a TensorDict refuses `in`
-        ids: Any = batch["input_ids"] if "input_ids" in names else None
-        if getattr(ids, "is_nested", False):
-            name, lengths = "input_ids", ids.offsets().diff()
-        elif "attention_mask" in names:
-            name, mask = "attention_mask", batch["attention_mask"]
-            lengths = mask.reshape(len(mask), -1).sum(1)
-        else:
-            raise ParameterError(f"batch has no attention_mask and no nested input_ids: give lengths; {_fields(batch)}")
-    values = as_lengths(lengths, name=f"lengths of {name}" if name != "lengths" else name).values.astype(np.int64)
-    if values.max() > cap:
-        row = int(np.argmax(values > cap))
-        raise ParameterError(
-            f"max_token_len={cap} is below the length of row {row}, {values[row]} "
-            f"({int((values > cap).sum())} of {len(values)} rows are longer)"
-        )
-    return values
+def _check_count(name: str, value: Any) -> int:
+    return 1 if value is None else check_int(name, value, 1, _LARGEST_COUNT)
 
 
-def _costs_of(lengths: _Int64, cost: CostModel) -> _Int64:
+def _costs_of(lengths: _Int64, cost: CostModel | None) -> _Int64:
     """Costs as integers of at least 1 whose sum stays below 2**61; on the host, so that no device rounds otherwise."""
-    costs = cost(torch.from_numpy(lengths)).numpy()
+    if not isinstance(cost, (CostModel, type(None))):
+        raise ParameterTypeError(f"cost must be a CostModel, got {quote(cost)}")
+    costs = (CostModel() if cost is None else cost)(torch.from_numpy(lengths)).numpy()
     shift = spec.shift_for_costs(float(costs.max()), len(costs))
     integers: _Int64 = np.maximum(1, np.rint(np.ldexp(costs, shift))).astype(np.int64)
     return integers
 
 
-def _agree(wanted: int, rows: int, error: Exception | None, group: Any) -> tuple[int, int]:
-    """Largest number of micro-batches and least number of rows over the group; raises if another rank has an error."""
-    failed = 0 if error is None else dist.get_rank() + 1
+def _agree(wanted: int, rows: int, multiple: int, error: Exception | None, group: Any) -> tuple[int, int]:
+    """Largest number of micro-batches and least number of rows over the group.
+
+    Raises:
+        ParameterError: another rank has an error, or another `num_batches_divided_by`.
+        DistributedError: a rank does not come.
+    """
     device, _ = transport(dist.get_backend_config(group))
-    largest = torch.tensor([wanted, -rows, failed], dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    wanted, rows, failed = largest.tolist()
+    row = [wanted, -rows, multiple, -multiple, int(error is not None)]
+    largest = torch.tensor(row, dtype=torch.int64, device=device)
+    texts: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        wanted, rows, most, least, failed = largest.tolist()
+        if failed:
+            dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    except RuntimeError as failure:
+        raise DistributedError(
+            "a rank of dp_group did not come to rearrange_micro_batches, which every rank must call, with "
+            f"same_micro_num_in_dp alike: {failure}"
+        ) from failure
     if failed and error is None:
-        raise ParameterError(f"rank {failed - 1} cannot split its batch; its own error says why")
+        where, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        rank = where if group is None else dist.get_global_rank(group, where)
+        raise ParameterError(f"rank {rank} cannot split its batch. {text}")
+    if not failed and most != -least:
+        raise ParameterError(f"num_batches_divided_by must be the same on all ranks, got {-least} and {most}")
     return wanted, -rows
-
-
-def _is_tensordict(batch: Any) -> bool:
-    return type(batch).__module__.partition(".")[0] == "tensordict"
-
-
-def _fields(batch: Any) -> str:
-    return f"its fields are {', '.join(map(repr, batch.keys()))}"
-
-
-def _check_fields(batch: Any, rows: int) -> None:
-    """Every field must have a row for each length."""
-    for name, value in batch.items():
-        count = len(value) if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) else None
-        if isinstance(value, torch.Tensor) and value.ndim:
-            count = value.shape[0]
-        if count != rows and not (_is_tensordict(batch) and count is None):
-            what = f"{count} rows" if count is not None else f"no rows, it is a {type(value).__name__}"
-            raise ParameterError(f"batch has {rows} lengths, but field {name!r} has {what}")
-
-
-def _take(batch: Any, groups: list[list[int]]) -> list[Any]:
-    """One mapping a group, with its rows of every field."""
-    device = next((value.device for value in batch.values() if isinstance(value, torch.Tensor)), None)
-    order: Any = torch.tensor(list(chain.from_iterable(groups)), device=device)
-    if not _is_tensordict(batch):
-        fields = {name: _rows(value, groups, order) for name, value in batch.items()}
-        return [{name: parts[k] for name, parts in fields.items()} for k in range(len(groups))]
-    nested = [name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.is_nested]
-    dense = batch.exclude(*nested)
-    micro_batches = [dense[rows] for rows in order.split([len(group) for group in groups])]
-    for name in nested:
-        for micro_batch, rows in zip(micro_batches, _rows(batch[name], groups, order), strict=True):
-            micro_batch[name] = rows
-    return micro_batches
-
-
-def _rows(values: Any, groups: list[list[int]], order: Any) -> list[Any]:
-    """Rows of one field for each group; `order` is all groups, one after the other."""
-    if isinstance(values, torch.Tensor) and values.is_nested:
-        single = values.unbind()
-        return [torch.nested.as_nested_tensor([single[i] for i in group], layout=torch.jagged) for group in groups]
-    if isinstance(values, torch.Tensor):
-        reordered: Any = values.index_select(0, order.to(values.device))
-        return list(reordered.split([len(group) for group in groups]))
-    if isinstance(values, np.ndarray):
-        return [values[group] for group in groups]
-    return [[values[i] for i in group] for group in groups]

@@ -79,6 +79,8 @@ def test_workloads_far_above_32_bits() -> None:
         ([[1, 2]], 1, False, r"shape \(1, 2\)"),
         ([], 1, False, r"shape \(0,\)"),
         ([1 << 61, 1 << 61], 1, False, "sum of at most"),
+        ([3, 1 << 62], 1, False, r"of at most 2\*\*61, got seqlen_list\[1\] = 4611686018427387904"),
+        ([2, True], 1, False, r"one positive integer a sample, got seqlen_list\[1\] = True"),
         ([3, 1], 3, False, "k_partitions must be at most the number of samples, 2, got 3"),
         ([3, 1], 0, False, "k_partitions must be at least 1, got 0"),
         ([3, 1], True, False, "k_partitions must be an int"),
@@ -144,6 +146,18 @@ def test_number_of_micro_batches() -> None:
         ({"batch": rollouts([5, 9, 2]) | {"t": 0.7}}, "field 't' has no rows, it is a float"),
         ({"batch": rollouts([5, 9, 2]) | {"uid": ["a"]}}, "field 'uid' has 1 rows"),
         ({"batch": {"attention_mask": torch.tensor([[1], [0]])}}, r"lengths of attention_mask\[1\] = 0"),
+        ({"batch": {"attention_mask": torch.zeros(0, 4)}}, "batch is empty"),
+        ({"batch": {"attention_mask": []}}, r"dense tensor \[rows, tokens\], got shape \(0,\)"),
+        ({"batch": {"attention_mask": torch.ones(2, 1, 4, 4)}}, r"dense tensor .*, got shape \(2, 1, 4, 4\)"),
+        ({"batch": {"attention_mask": "ab"}}, "attention_mask must be a tensor of rows, got str"),
+        ({"batch": {"attention_mask": torch.tensor([[1, 1], [1, 2]])}}, "0 and 1 only, row 1 has other values"),
+        ({"batch": {"attention_mask": torch.tensor([[0.0, -torch.inf]])}}, "0 and 1 only, row 0 has other values"),
+        ({"batch": {"attention_mask": torch.tensor([[0.5, 1.5]])}}, "0 and 1 only, row 0 has other values"),
+        ({"lengths": torch.zeros(0)}, "lengths is empty"),
+        ({"lengths": torch.tensor([5, 9, 2**62])}, r"lengths\[2\] = 4611686018427387904 is over"),
+        ({"cost": 3}, "cost must be a CostModel, got 3"),
+        ({"max_token_len": 2**70}, "max_token_len must be at most 9223372036854775807"),
+        ({"min_num_micro_batch": 2**70}, "min_num_micro_batch must be at most 2147483647"),
         ({"min_num_micro_batch": 0}, "min_num_micro_batch must be at least 1"),
         ({"num_batches_divided_by": 0}, "num_batches_divided_by must be at least 1"),
         ({"same_micro_num_in_dp": 1}, "same_micro_num_in_dp must be True or False"),
@@ -168,6 +182,13 @@ def test_kinds_of_batches_and_fields() -> None:
         [row for part in parts for row in part["input_ids"].unbind()], layout=torch.jagged
     )
     assert [len(row) for row in restore_dynamic_batch(output, rows).unbind()] == lengths
+
+
+@pytest.mark.parametrize("container", [torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.bool, torch.Tensor.float])
+def test_masks_of_other_types(container: Any) -> None:
+    batch = rollouts([4, 7, 1, 5])
+    changed = batch | {"attention_mask": container(batch["attention_mask"])}
+    assert rearrange_micro_batches(changed, 10)[1] == rearrange_micro_batches(batch, 10)[1]
 
 
 def test_tensordict() -> None:
@@ -207,6 +228,16 @@ def test_reverse_index() -> None:
     for bad, message in [([0, 0], r"idx_map\[1\] = 0 is also"), ([0, 2], "at most 1"), ([0, 1.5], "must be an int")]:
         with pytest.raises(ParameterError, match=message):
             get_reverse_idx(bad)
+    for bad, message in [
+        (torch.tensor([[0, 1]]), r"one-dimensional integer tensor, got shape \(1, 2\) of torch.int64"),
+        (torch.tensor([1.0, 0.0]), r"one-dimensional integer tensor, got shape \(2,\) of torch.float32"),
+        (torch.tensor([True, False]), "integer tensor, got .*bool"),
+        (torch.tensor(0), r"got shape \(\)"),
+        (np.array([[0, 1]]), r"idx_map\[0\] must be an int"),
+        (5, "idx_map must be a sequence of ints, got 5"),
+    ]:
+        with pytest.raises(ParameterError, match=message):
+            get_reverse_idx(bad)
     with pytest.raises(ParameterError, match="each of 0 to 1 once"):
         get_reverse_idx(torch.tensor([1, 1]))
     with pytest.raises(ParameterError, match="data has 3 rows, batch_idx_list 2"):
@@ -244,3 +275,13 @@ def test_L42_counts_are_equal_on_real_processes(tmp_path: Path) -> None:
     assert all("4 micro-batches are needed" in run["too few rows"] for run in seen)
     assert all("only 2 rows" in run["too few rows"] for run in seen)
     assert [run["subgroup"] for run in seen] == [4, 2]
+    for name, own in seen[1]["one rank's parameter"].items():
+        assert f"Error: {name} must be" in own
+        assert seen[0]["one rank's parameter"][name] == f"ParameterError: rank 1 cannot split its batch. {own}"
+    assert all(
+        "num_batches_divided_by must be the same on all ranks, got 2 and 3" in r["other multiples"] for r in seen
+    )
+    assert [run["after errors"] for run in seen] == [4, 4]
+    assert "DistributedError: a rank of dp_group did not come to rearrange_micro" in seen[0]["alone on one rank"]
+    assert "same_micro_num_in_dp alike" in seen[0]["alone on one rank"]
+    assert seen[1]["alone on one rank"] == ""
