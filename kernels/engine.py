@@ -58,7 +58,8 @@ def _too_many(dp_size: int, slots: int) -> str | None:
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`spec.TARGETS`, `spec.RAISES`, and both lists of waste caps in one, on a device."""
     caps = np.concatenate([spec.WASTE_CAPS, spec.STEP_WASTE_CAPS])
-    return tuple(torch.from_numpy(table).to(device) for table in (spec.TARGETS, spec.RAISES, caps))
+    targets, raises, waste_caps = (torch.from_numpy(table).to(device) for table in (spec.TARGETS, spec.RAISES, caps))
+    return targets, raises, waste_caps
 
 
 def _shared_bytes(device: torch.device) -> int:

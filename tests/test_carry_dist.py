@@ -36,6 +36,7 @@ def launch(program: str, processes: int, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.dist
 @pytest.mark.timeout(150)
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 needs torch 2.7 on CPUs")
 def test_forwards_are_equal_on_all_ranks_and_every_rung_is_updated(tmp_path: Path) -> None:
     seen = launch("walk", 2, tmp_path)
     assert [run["stagger"] for run in seen] == [[0, 2], [1, 2]]

@@ -107,7 +107,7 @@ class _Ode:
 
 
 def _check_sigma(timestep: Any, sigma: Any) -> None:
-    if torch.as_tensor(sigma == 0).any():
+    if (torch.as_tensor(sigma) == 0).any():
         raise ParameterError(f"sigma is 0 at timestep {quote(timestep)}, so the state implies no noise: drop that rung")
 
 

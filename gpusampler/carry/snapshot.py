@@ -31,6 +31,8 @@ from gpusampler.errors import ParameterError, ParameterTypeError, quote
 T = TypeVar("T")
 _ADVICE = "carry tensors, arrays and plain values, in containers or plain objects"
 _MAX_DEPTH = 100  # well inside Python's recursion limit
+# Attributes of this prefix are what torch before 2.8 keeps on a jagged tensor for itself; it makes them anew.
+_MADE_ANEW = "_sym_"
 _REFUSED = (BaseException, Iterator, FunctionType, MethodType, functools.partial, weakref.ReferenceType, memoryview)
 
 
@@ -204,7 +206,7 @@ class _Copier:
         except (NotImplementedError, ValueError) as error:  # a meta tensor has no data to move
             return self._refuse(value, str(error), error)
         for name, attribute in getattr(value, "__dict__", {}).items():
-            if name not in vars(new):
+            if name not in vars(new) and not name.startswith(_MADE_ANEW):
                 setattr(new, name, self.copy(attribute, ATTRIBUTE, name))
         return new
 
