@@ -121,6 +121,7 @@ class BalancedTrainer:
     _balance_count: CountItems
     _balance_read: tuple[Any, Lengths] | None = None
     _balance_total: Any = None
+    _balance_shares: int = 1
     _balance_probed: bool = False
     _balance_fillers: Sequence[bool] = ()
     _balance_is_filler: bool = False
@@ -147,7 +148,7 @@ class BalancedTrainer:
             counts = [torch.as_tensor(0 if filler else self._balance_count(b)).to(device) for b, filler in pairs]
             ranks = self.accelerator.gather(torch.stack(counts).sum().reshape(1))
             replicas = len(ranks) // self._balance_sampler.dp_size
-            self._balance_total = ranks.sum() / (replicas * len(batches))
+            self._balance_total, self._balance_shares = ranks.sum().clamp(min=1), replicas * len(batches)
         return batches, num_items
 
     def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
@@ -174,7 +175,8 @@ class BalancedTrainer:
             weight = 0.0
         elif self._balance_total is not None and model.training:
             items = torch.as_tensor(self._balance_count(inputs)).to(self._balance_total.device)
-            weight = microbatch_weight(items, self._balance_total, dp_size=self._balance_sampler.dp_size)
+            dp_size = self._balance_sampler.dp_size
+            weight = microbatch_weight(items, self._balance_total, dp_size, grad_accum=self._balance_shares)
         result = super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
