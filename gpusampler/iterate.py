@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class MicroBatches(Iterator[list[int]]):
     def __init__(self, sampler: GPUBatchRebalanceSampler, handout: Handout) -> None:
         """Start at what is consumed; plans nothing yet."""
         self._sampler, self._handout = sampler, handout
-        self._epoch = sampler.epoch
+        self._epoch = self._next_epoch = sampler.epoch
         self._source: Source | None = None
         self._go_to(handout.handed)
 
@@ -123,8 +124,21 @@ class MicroBatches(Iterator[list[int]]):
         self._epoch, position = states.load(state, sampler.composition, sampler.partition, sampler.lengths)
         self._handout.handed, self._handout.base = position, position - check_int("state['handed']", state["handed"])
         self._go_to(position)
-        if position == len(sampler):  # a loader that has finished asks for the next epoch, which may be chosen already
-            sampler.set_epoch(max(sampler.epoch, sampler._epoch_before_load))
+        chosen = sampler._epoch_before_load
+        if chosen < self._epoch:
+            warnings.warn(
+                f"the loader restores a position in epoch {self._epoch}, but set_epoch chose {chosen}: the rest of "
+                f"epoch {self._epoch} follows; begin with set_epoch({self._epoch})",
+                stacklevel=2,
+            )
+        self._next_epoch = max(self._epoch, chosen)
+        if position == len(sampler):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """A loader that restores a finished epoch asks for the next one, which was chosen before, without a word."""
+        if self._sampler.epoch == self._epoch:
+            self._sampler.set_epoch(self._next_epoch)
 
     def __next__(self) -> list[int]:
         """Return the next micro-batch as builtin ints."""
@@ -164,6 +178,7 @@ class MicroBatches(Iterator[list[int]]):
             self._reach(min(handed + self._lead, self._total - 1))
         if handed >= self._total:
             self._finish()
+            self._go_on()
             raise StopIteration
         for _ in range(max(1, min(self._due, self._covered) - self._lead - handed)):
             self._queue.append(self._cut())

@@ -74,14 +74,22 @@ def test_l43_l44_resume_twice_in_the_second_epoch(workers: int, stop: int):
     assert list(loader) == bare(2)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (0, {}),
+        (2, {}),
+        (1, {"snapshot_every_n_steps": 3}),
+        (2, {"snapshot_every_n_steps": 5, "persistent_workers": True, "prefetch_factor": 1}),
+    ],
+)
 @pytest.mark.parametrize("helper", [False, True])
-def test_a_finished_epoch_is_followed_by_the_next(workers: int, helper: bool):
-    sampler, loader = make(workers)
+def test_a_finished_epoch_is_followed_by_the_next(workers: int, options: dict[str, Any], helper: bool):
+    sampler, loader = make(workers, **options)
     sampler.set_epoch(1)
     list(loader)
     state = loader.state_dict()
-    sampler, loader = make(workers)
+    sampler, loader = make(workers, **options)
     if helper:
         assert resume(loader, state) == 2
     else:
@@ -112,6 +120,18 @@ def test_accumulation_may_change_between_steps(workers: int, steps: int):
     assert rest == list(fresh)[3 * steps :]
 
 
+def test_a_position_in_another_epoch_than_the_chosen_one_is_a_warning():
+    sampler, loader = make(0)
+    sampler.set_epoch(2)
+    next(iter(loader))
+    state = loader.state_dict()
+    sampler, loader = make(0)
+    loader.load_state_dict(state)
+    sampler.set_epoch(1)
+    with pytest.warns(UserWarning, match=r"a position in epoch 2, but set_epoch chose 1: .* begin with set_epoch\(2\)"):
+        assert list(loader) == bare(2)[1:]
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Rows())
@@ -129,6 +149,11 @@ def test_a_state_that_does_not_fit_is_refused_at_once():
     other = GPUBatchRebalanceSampler(LENGTHS, 12, seed=1, dp_size=2, grad_accum=2, rank=1)
     with pytest.raises(ValueError, match="seed was 42 when the state was saved and is 1 now"):
         resume(StatefulDataLoader(Rows(), batch_sampler=other), state)
+    with pytest.raises(ValueError, match="num_workers was 0 when the state was saved and is 2 now"):
+        resume(make(2)[1], state)
+    _, loader = make(1)
+    with pytest.raises(ValueError, match="num_workers was 1 when the state was saved and is 0 now"):
+        resume(make(0)[1], loader.state_dict())
     with pytest.raises(ValueError, match="state must be that of a StatefulDataLoader"):
         resume(make(0)[1], {})
     with pytest.raises(ValueError, match="state has no field 'format'"):

@@ -41,6 +41,12 @@ def resume(loader: StatefulDataLoader[Any], state: Mapping[str, Any]) -> int:
     position = main.get("_sampler_iter_state")
     if not isinstance(position, Mapping):
         raise ParameterError(f"state must be that of a StatefulDataLoader with a balancing sampler, got {quote(state)}")
+    workers = main.get("_num_workers", 0)
+    if workers != loader.num_workers:
+        raise ParameterError(
+            f"num_workers was {workers} when the state was saved and is {loader.num_workers} now: a StatefulDataLoader "
+            "resumes with as many workers only"
+        )
     epoch, _ = states.load(position, sampler.composition, sampler.partition, sampler.lengths)
     # With workers, what the loader keeps of the sampler itself lies behind by what they had under way, perhaps within a
     # step, where the accumulation could not change.
