@@ -71,9 +71,18 @@ def test_a_file(tmp_path: Path, kind: type):
     assert fill_config(kind(path), sampler()) == FILLED
 
 
-def test_what_is_no_configuration():
+def test_what_is_no_configuration(tmp_path: Path):
     with pytest.raises(TypeError, match="config must be a mapping or the path of a JSON file, got 3"):
         fill_config(3, sampler())
+    with pytest.raises(TypeError, match="sampler must be a GPUBatchRebalanceSampler, got 3"):
+        fill_config(AUTO, 3)
+    path = tmp_path / "broken.json"
+    for content in (b'{"train_batch_size": ', b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"config: .*broken\.json is no JSON file: "):
+            fill_config(path, sampler())
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fill_config(tmp_path / "missing.json", sampler())
 
 
 @pytest.mark.dist

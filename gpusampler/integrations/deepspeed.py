@@ -34,8 +34,9 @@ def fill_config(config: Mapping[str, Any] | str | Path, sampler: GPUBatchRebalan
         The configuration; everything else in it is as before.
 
     Raises:
-        ParameterError: a size set by hand contradicts the sampler, naming it with both values, or the effective batch
-            size is no multiple of `dp_size * grad_accum`, as DeepSpeed requires.
+        OSError: the file cannot be read.
+        ParameterError: the file is not JSON, a size set by hand contradicts the sampler, naming it with both values, or
+            the effective batch size is no multiple of `dp_size * grad_accum`, as DeepSpeed requires.
 
     Example:
         >>> sampler = GPUBatchRebalanceSampler(range(1, 65), effective_batch_size=16, dp_size=2, grad_accum=2, rank=0)
@@ -43,6 +44,8 @@ def fill_config(config: Mapping[str, Any] | str | Path, sampler: GPUBatchRebalan
         >>> filled["train_micro_batch_size_per_gpu"], filled["train_batch_size"]
         (4, 16)
     """
+    if not isinstance(sampler, GPUBatchRebalanceSampler):
+        raise ParameterTypeError(f"sampler must be a GPUBatchRebalanceSampler, got {quote(sampler)}")
     batch, ranks, slots = sampler.effective_batch_size, sampler.dp_size, sampler.grad_accum
     if batch % (ranks * slots):
         raise ParameterError(
@@ -68,8 +71,11 @@ def fill_config(config: Mapping[str, Any] | str | Path, sampler: GPUBatchRebalan
 
 def _read(config: Any) -> dict[str, Any]:
     if isinstance(config, (str, Path)):
-        with open(config, encoding="utf-8") as file:
-            config = json.load(file)
+        path = config
+        try:
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ParameterError(f"config: {path} is no JSON file: {error}") from error
     if not isinstance(config, Mapping):
         raise ParameterTypeError(f"config must be a mapping or the path of a JSON file, got {quote(config)}")
     return copy.deepcopy(dict(config))
