@@ -136,6 +136,11 @@ class Consumer:
         workers = int(fields.get("_num_workers") or 0) * int(fields.get("_prefetch_factor") or 0)
         return workers + (self._holder is not None)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a loader has begun, and the loop has taken nothing yet."""
+        return self._fields is not None and self._fields.get("_num_yielded") == 0
+
     def _loader_died(self, _: object) -> None:
         self._final = self.yielded
         self._fields = None
@@ -171,6 +176,11 @@ class Handout:
     def ahead(self) -> int:
         """Micro-batches that are handed out before the training loop needs them, as far as that is known."""
         return 0 if self._consumer is None else self._consumer.ahead
+
+    @property
+    def waits(self) -> bool:
+        """Whether a loader has begun this iteration, and the training loop has taken nothing of it yet."""
+        return self._consumer is not None and self._consumer.waits
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain count: a copy has no loader."""

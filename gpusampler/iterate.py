@@ -137,8 +137,10 @@ class MicroBatches(Iterator[list[int]]):
 
     def _go_on(self) -> None:
         """A loader that restores a finished epoch asks for the next one, which was chosen before, without a word."""
-        if self._sampler.epoch == self._epoch:
-            self._sampler.set_epoch(self._next_epoch)
+        sampler = self._sampler
+        if sampler.epoch == self._epoch < self._next_epoch:
+            sampler._handout = None  # is over, though the loop has taken nothing of it
+            sampler.set_epoch(self._next_epoch)
 
     def __next__(self) -> list[int]:
         """Return the next micro-batch as builtin ints."""

@@ -216,6 +216,12 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
                     "epoch (set_epoch of the loader, where it counts epochs by itself)",
                     stacklevel=2,
                 )
+            if self._handout is not None and self._handout.waits:
+                warnings.warn(
+                    f"set_epoch({epoch}) does not reach the iteration that a loader has begun before it: that goes "
+                    f"through epoch {self.epoch}",
+                    stacklevel=2,
+                )
             self.epoch = epoch
             self._start = 0
             self._handout = None

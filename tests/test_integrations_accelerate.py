@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
+from accelerate.utils import DataLoaderConfiguration
 from dist_integrations.common import LENGTHS, Rows, collate, launch, rows_of
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -168,8 +170,9 @@ def test_gather_for_metrics_keeps_the_last_micro_batch_whole():
 
 
 def test_l43_skipping_takes_no_plans():
-    prepared = prepare_loader(Accelerator(cpu=True), loader())
-    sampler = prepared.batch_sampler
+    sampler = GPUBatchRebalanceSampler(LENGTHS, 8, grad_accum=2, plan_ahead=1)
+    data = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
+    prepared = prepare_loader(Accelerator(cpu=True), data)
     planned, original = [], sampler._plan_chunk
 
     def plan(*place, **options):
@@ -177,7 +180,6 @@ def test_l43_skipping_takes_no_plans():
         return original(*place, **options)
 
     sampler._plan_chunk = plan
-    sampler.plan_ahead = 1
     rest = skip_first_batches(prepared, 9)
     rest.set_epoch(2)
     batches = [rows_of(batch["input_ids"]) for batch in rest]
@@ -185,6 +187,37 @@ def test_l43_skipping_takes_no_plans():
     fresh.set_epoch(2)
     assert batches == list(fresh)[9:]
     assert planned == [(2, 4), (2, 5)]
+
+
+def stateful(workers: int, own: bool) -> tuple[Accelerator, GPUBatchRebalanceSampler, DataLoader]:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
+    data = loader(num_workers=workers)
+    return accelerator, data.batch_sampler, (accelerator.prepare(data) if own else prepare(accelerator, data))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+def test_l14_l43_epochs_where_accelerate_uses_a_stateful_loader(tmp_path: Path, workers: int, own: bool):
+    accelerator, _, prepared = stateful(workers, own)
+    fresh = GPUBatchRebalanceSampler(LENGTHS, 8, grad_accum=2)
+    fresh.set_epoch(1)
+    late = r"set_epoch\(1\) does not reach the iteration .* goes through epoch 0"
+    with pytest.warns(UserWarning, match=late) if own else nullcontext():
+        prepared.set_epoch(1)
+    if own:
+        assert Counter(row for batch in prepared for row in rows_of(batch["input_ids"])) == Counter(range(48))
+        prepared.set_epoch(1)
+    batches = iter(prepared)
+    taken = [rows_of(next(batches)["input_ids"]) for _ in range(3)]
+    accelerator.save_state(tmp_path)
+    accelerator, sampler, prepared = stateful(workers, own)
+    accelerator.load_state(tmp_path)
+    assert sampler.epoch == (0 if own else 1)
+    with pytest.warns(UserWarning, match="position in epoch 1, but set_epoch chose 0") if own else nullcontext():
+        rest = [rows_of(batch["input_ids"]) for batch in prepared]
+    assert taken + rest == list(fresh)
 
 
 def test_l44_skipping_all_leaves_nothing():

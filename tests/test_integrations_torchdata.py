@@ -132,6 +132,17 @@ def test_a_position_in_another_epoch_than_the_chosen_one_is_a_warning():
         assert list(loader) == bare(2)[1:]
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_epoch_that_is_set_too_late_is_a_warning(workers: int):
+    sampler, loader = make(workers)
+    loader.state_dict()  # begins an iteration
+    with pytest.warns(UserWarning, match=r"set_epoch\(1\) does not reach the iteration .* goes through epoch 0"):
+        sampler.set_epoch(1)
+    assert list(loader) == bare(0)
+    sampler.set_epoch(2)
+    assert list(loader) == bare(2)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Rows())

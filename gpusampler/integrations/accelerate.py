@@ -99,6 +99,8 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> DataLoa
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+    if prepared.use_stateful_dataloader:
+        prepared.base_dataloader.load_state_dict({})  # accelerate has begun an iteration of it, before any set_epoch
     # without it accelerate takes len(dataset) % total_batch_size for the size of the last batch in gather_for_metrics
     prepared._drop_last = True
     prepared._is_accelerate_prepared = True
