@@ -23,7 +23,7 @@ from gpusampler.errors import ParameterError, ParameterTypeError, quote
 _Array = np.ndarray[Any, Any]
 _Path = str | os.PathLike[str]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def describe(

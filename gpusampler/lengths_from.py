@@ -7,6 +7,7 @@
 | file(s): parquet, csv, json, npy, ...      | `readers.read_lengths`: one column, batch by batch                     |
 | mapping of columns, pandas DataFrame       | one column                                                             |
 | map-style dataset, list of samples         | each sample is read once, in parallel in `num_workers` processes       |
+| `datasets.Dataset` with a transform        | the same: the transform may change lengths                             |
 
 The result is checked, and can be kept on disk under a fingerprint of what it was read from. O(N) time and memory; a
 million list offsets take a few milliseconds, reading samples takes what the dataset takes.
@@ -15,7 +16,7 @@ million list offsets take a few milliseconds, reading samples takes what the dat
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from tqdm import tqdm
 from gpusampler import lengths_cache
 from gpusampler.errors import ParameterError, ParameterTypeError, check_int, quote
 from gpusampler.lengths import as_lengths
-from gpusampler.readers import COLUMNS, read_lengths
-from gpusampler.sample_length import SIZED_COLUMNS, SampleLength, sample_length, size_of
+from gpusampler.lengths_columns import from_arrow, from_columns, from_datasets
+from gpusampler.readers import read_lengths
+from gpusampler.sample_length import SampleLength, check_column, sample_length
 
 _Array = np.ndarray[Any, Any]
 _Path = str | os.PathLike[str]
@@ -52,8 +54,8 @@ def lengths_from(
         dataset: see the table above; one path or several (their samples follow each other). An iterable dataset has no
             order to take lengths in and is refused.
         column: name of the column, key or position in a sample that counts: integers are lengths, sequences have one.
-            Default: the only one with a usual name of a length (`length`, `num_tokens`, ...), else `input_ids`,
-            `token_ids`, `tokens`, `input_values`, `inputs_embeds` or `labels`.
+            Default: the only one of integers with a usual name of a length (`length`, `num_tokens`, ...), else the
+            first of sequences among `input_ids`, `token_ids`, `tokens`, `input_values`, `inputs_embeds`, `labels`.
         fn: returns the length of a sample, instead of `column`; samples are read then, even of a `datasets.Dataset`.
         num_workers: processes that read samples; 0 reads them here. Columns do not need any.
         cache: folder where the result is kept and found again. A damaged file or one of another dataset is read anew,
@@ -77,6 +79,7 @@ def lengths_from(
         [3, 1]
     """
     num_workers = check_int("num_workers", num_workers, minimum=0)
+    check_column(column)
     if fn is not None and column is not None:
         raise ParameterError(f"give column or fn, not both, got column={column!r}")
     if fn is not None and not callable(fn):
@@ -84,6 +87,8 @@ def lengths_from(
     paths = _paths_of(dataset, fn)
     if not paths:
         _refuse_unordered(dataset)
+    if _is_from("pandas", dataset) and not hasattr(dataset, "columns"):
+        dataset = dataset.tolist()  # a Series is a column: of lengths, or of samples
     count = None if paths or isinstance(dataset, Mapping) else len(dataset)
 
     def read() -> _Array:
@@ -142,11 +147,17 @@ def _read(dataset: Any, column: Any, fn: Any, num_workers: int, progress: bool |
         if is_table:
             raise ParameterError(f"fn takes samples, which a {type(dataset).__name__} does not give: use column")
     elif _is_from("datasets", dataset) and hasattr(dataset, "column_names"):
-        return _from_datasets(dataset, column)
+        if dataset.format["type"] != "custom":
+            return from_datasets(dataset, column)
+        try:
+            return _from_samples(dataset, column, fn, num_workers, progress)
+        except ParameterError as error:
+            advice = "the dataset's transform makes the samples; dataset.with_format(None) has the stored columns"
+            raise ParameterError(f"{error} ({advice})") from error
     elif _is_from("pyarrow", dataset):
-        return _from_arrow(dataset, column)
+        return from_arrow(dataset, column)
     elif is_table:
-        return _from_columns(dataset, column)
+        return from_columns(dataset, column)
     elif column is None and _holds_numbers(dataset):
         return dataset
     return _from_samples(dataset, column, fn, num_workers, progress)
@@ -177,63 +188,7 @@ def _from_file(path: str, column: Any, progress: bool | None) -> Any:
             table = pa.ipc.open_stream(pa.memory_map(path)).read_all()
     except (OSError, pa.ArrowInvalid) as error:
         raise ParameterError(f"{path} cannot be read as Arrow: {error}") from error
-    return np.asarray(_from_arrow(table, column))
-
-
-def _from_datasets(dataset: Any, column: Any) -> Any:
-    name = _choose(dataset.column_names, column)
-    lengths = _arrow_lengths(dataset.data.column(name), name)
-    # rows that were selected, shuffled or split off are an index over the table; taking lists by it would copy them
-    indices = dataset._indices
-    return lengths if indices is None else lengths.take(indices.column(0))
-
-
-def _from_arrow(data: Any, column: Any) -> Any:
-    if not hasattr(data, "column_names") and not hasattr(data, "schema"):
-        return _arrow_lengths(data, "the array")
-    name = _choose(data.schema.names, column)
-    return _arrow_lengths(data.column(name), name)
-
-
-def _arrow_lengths(values: Any, name: str) -> Any:
-    """Integers as they are, sizes of lists from their offsets."""
-    import pyarrow as pa
-    from pyarrow import compute, types
-
-    if isinstance(values.type, pa.BaseExtensionType):
-        chunks = [chunk.storage for chunk in getattr(values, "chunks", [values])]
-        values = pa.chunked_array(chunks, values.type.storage_type)
-    if types.is_integer(values.type) or types.is_floating(values.type):
-        return values
-    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if not any(is_kind(values.type) for is_kind in kinds):
-        raise ParameterError(f"column {name!r} holds {str(values.type)[:60]}, neither integers nor lists")
-    return compute.list_value_length(values)
-
-
-def _from_columns(columns: Any, column: Any) -> Any:
-    name = _choose(list(columns.keys()), column)
-    values = columns[name]
-    if hasattr(values, "dtype") and values.ndim == 1 and str(values.dtype) != "object":
-        return values
-    return [_sized(value, name, index) for index, value in enumerate(values)]
-
-
-def _sized(value: Any, name: Any, index: int) -> int:
-    return 0 if value is None else size_of(value, f"{name}[{index}]")
-
-
-def _choose(names: Sequence[Any], column: Any) -> Any:
-    if column is not None:
-        if column not in names:
-            raise ParameterError(f"column {column!r} is not one of {', '.join(map(repr, names))}")
-        return column
-    counted = [name for name in names if str(name).lower() in COLUMNS]
-    sized = [name for known in SIZED_COLUMNS for name in names if str(name).lower() == known]
-    if len(counted) == 1 or (sized and not counted):
-        return (counted or sized)[0]
-    listing = ", ".join(map(repr, counted or names))
-    raise ParameterError(f"which column holds the lengths? Give column, one of: {listing}")
+    return np.asarray(from_arrow(table, column))
 
 
 class _Samples(torch.utils.data.Dataset[Any]):

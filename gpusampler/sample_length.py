@@ -79,6 +79,7 @@ def sample_length(sample: Any, column: Any = None, fn: Callable[[Any], Any] | No
         if not callable(fn):
             raise ParameterTypeError(f"fn must be callable, got {quote(fn)}")
         return SampleLength(fn=fn)
+    check_column(column)
     if column is not None:
         return SampleLength(column)
     if isinstance(sample, Mapping):
@@ -91,6 +92,12 @@ def sample_length(sample: Any, column: Any = None, fn: Callable[[Any], Any] | No
     elif _is_sized(sample) and _is_numeric_sequence(sample):
         return SampleLength()
     raise ParameterError(f"what is the length of a sample? Give column or fn; it is {_describe(sample)}")
+
+
+def check_column(column: Any) -> None:
+    """Refuse what is neither None, a name nor a position."""
+    if isinstance(column, bool) or not isinstance(column, (str, numbers.Integral, type(None))):
+        raise ParameterTypeError(f"column must be a name or a position, got {quote(column)}")
 
 
 def size_of(value: Any, what: str) -> int:

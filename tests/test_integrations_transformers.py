@@ -159,8 +159,18 @@ def test_length_column_may_have_another_name_and_the_dataset_a_format(tmp_path: 
     assert sampler.lengths.values.tolist() == [200 + n for n in LENGTHS]
 
 
+def doubled(batch: dict) -> dict:
+    return {name: [row * 2 for row in rows] for name, rows in batch.items()}
+
+
 @pytest.mark.parametrize(
-    "change", [lambda d: d, lambda d: d.with_format("torch"), lambda d: d.select(range(47, -1, -1))]
+    "change",
+    [
+        lambda d: d,
+        lambda d: d.with_format("torch"),
+        lambda d: d.select(range(47, -1, -1)),
+        lambda d: d.with_transform(doubled),
+    ],
 )
 def test_lengths_of_a_column_of_tokens(tmp_path: Path, change):
     dataset = change(as_columns())

@@ -61,6 +61,10 @@ def count_words(sample: Any) -> int:
         pa.chunked_array([ROWS[:3], ROWS[3:]]),
         pd.DataFrame({"input_ids": ROWS}),
         pd.DataFrame({"length": LENGTHS}),
+        pd.Series(LENGTHS, index=range(10, 18)),
+        pd.Series(ROWS, index=list("abcdefgh")),
+        datasets.Dataset.from_dict({"labels": LENGTHS, "input_values": ROWS}),
+        {"labels": LENGTHS, "tokens": ROWS, "meta": "one for all"},
         {"text": ["x"] * 8, "input_ids": ROWS},
         UserDict(input_ids=[np.zeros(n) for n in LENGTHS]),
         {"length": torch.tensor(LENGTHS)},
@@ -119,6 +123,19 @@ def test_L25_iterable_datasets_are_refused(dataset: Any) -> None:
         ([], {}, "dataset is empty"),
         (pa.table({"a": ROWS}), {}, "which column holds the lengths.*'a'"),
         (pa.table({"length": LENGTHS, "num_tokens": LENGTHS}), {}, "one of: 'length', 'num_tokens'"),
+        # class ids are not lengths, whatever holds them
+        (datasets.Dataset.from_dict({"pixel": ["a"], "labels": [3]}), {}, "which column .* one of: 'pixel', 'labels'"),
+        (pa.table({"pixel": ["a"], "labels": [3]}), {}, "which column .* one of: 'pixel', 'labels'"),
+        (pd.DataFrame({"text": ["aaa", "b"], "labels": [1, 2]}), {}, "which column .* one of: 'text', 'labels'"),
+        ({"text": ["aaa", "b"], "labels": torch.tensor([1, 2])}, {}, "which column .* one of: 'text', 'labels'"),
+        ({"text": ["aaa", "b"], "labels": [torch.tensor(1), 2]}, {}, "which column .* one of: 'text', 'labels'"),
+        (pa.table({"length": ROWS}), {}, "which column .* one of: 'length'"),
+        ({"input_ids": ROWS, "text": ["x"]}, {}, "equal length: 'input_ids' has 8 rows, 'text' 1"),
+        (ROWS, {"column": True}, "column must be a name or a position, got True"),
+        (pa.table({"a": ROWS}), {"column": 1.5}, "column must be a name or a position, got 1.5"),
+        (pa.array(ROWS), {"column": "a"}, "column='a' is for a table, dataset is one column"),
+        (pd.Series(ROWS), {"column": "a"}, "sample 0: no 'a' in"),
+        (pd.Series([3, 0]), {}, r"lengths\[1\] = 0 is not positive"),
         (pa.table({"a": ROWS}), {"column": "b"}, "column 'b' is not one of 'a'"),
         (pa.table({"a": ["text", "b"]}), {"column": "a"}, "column 'a' holds string, neither integers nor lists"),
         (pa.table({"a": [[1], [], [2]]}), {"column": "a"}, r"lengths of 'a'\[1\] = 0 is not positive"),
@@ -162,6 +179,8 @@ def test_L29_bad_datasets_and_lengths_are_named(
 
 
 def test_column_and_fn() -> None:
+    assert lengths_from(pa.table({"labels": LENGTHS}), column="labels").tolist() == LENGTHS  # who says so is believed
+    assert lengths_from(pd.Series(["x " * n for n in LENGTHS]), fn=lambda text: len(text) // 2).tolist() == LENGTHS
     assert lengths_from([(torch.zeros(n), 0) for n in LENGTHS], column=0).tolist() == LENGTHS
     assert lengths_from([{"a": row, "b": [1]} for row in ROWS], column="a").tolist() == LENGTHS
     texts = ["x " * n for n in LENGTHS]
@@ -195,8 +214,14 @@ def test_rows_that_were_selected_or_transformed() -> None:
     assert lengths_from(dataset.select([5, 0, 6])).tolist() == [9, 3, 2]
     shuffled = dataset.shuffle(seed=1)
     assert lengths_from(shuffled).tolist() == [len(row) for row in shuffled[:]["input_ids"]]
-    dataset.set_transform(lambda batch: {"input_ids": [[0] for _ in batch["input_ids"]]})
-    assert lengths_from(dataset).tolist() == LENGTHS
+    transformed = dataset.with_transform(lambda batch: {"input_ids": [row * 100 for row in batch["input_ids"]]})
+    assert lengths_from(transformed).tolist() == [100 * n for n in LENGTHS]
+    assert lengths_from(transformed, column="input_ids").tolist() == [100 * n for n in LENGTHS]
+    assert lengths_from(transformed.select([5, 0])).tolist() == [900, 300]
+    assert lengths_from(transformed.with_format(None)).tolist() == LENGTHS
+    dataset.set_transform(lambda batch: {"pixels": batch["input_ids"]})
+    with pytest.raises(ParameterError, match=r"sample 0: no 'input_ids' in .* \(the dataset's transform makes"):
+        lengths_from(dataset, column="input_ids")
 
 
 def test_other_arrow_types() -> None:
