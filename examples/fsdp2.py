@@ -58,7 +58,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(loader, sampler.state_dict()["consumed"]):  # 0, but after a resume
             step, slot = divmod(number, slots)
             tokens_in_step = sum(lengths[i] for i in sampler.indices(step).tolist())
             last = slot == slots - 1
