@@ -155,7 +155,7 @@ class BalancedStream(IterableDataset[list[Any]]):
 
     @property
     def step_samples(self) -> int:
-        """Samples of the current step over all ranks, repeats not counted: what a mean over the step divides by."""
+        """Samples of the current step over all ranks, repeats not counted: what a mean over samples divides by."""
         return 0 if self._step is None else self._step.samples
 
     @property

@@ -421,3 +421,11 @@ def test_resume_of_shards(seen: list[dict[str, Any]]) -> None:
         assert len(run["resumed"]) > 10
         # 22 samples a rank in steps of 4: buffers of 16 have read all of them after step 2
         assert run["resumed at the end"] == run["unbroken at the end"]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(150)
+def test_the_loop_of_the_page_trains_on_the_mean_over_tokens(seen: list[dict[str, Any]]) -> None:
+    for run in seen:
+        assert len(run["gradients"]) == 13
+        assert run["gradients"] == pytest.approx(run["token means"], rel=1e-6)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gpusampler import CostModel
+from gpusampler import CostModel, microbatch_weight
 from gpusampler.streaming import BalancedStream
 
 COST = CostModel()
+PAGE = Path(__file__).parents[2] / "docs" / "streaming.md"
 
 
 def source(lengths: Any) -> list[dict[str, int]]:
@@ -83,6 +85,57 @@ def imbalance(lengths: Any, buffer_size: int) -> float:
     return dearest / mean
 
 
+class Averaging:
+    """Where an optimizer would step: keeps the averaged gradient."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        self.steps: list[float] = []
+
+    def collate(self, samples: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        """Sample n has n % 7 tokens without a label, and n as the label of the others."""
+        labels = [[-100] * (s["place"] % 7) + [s["place"]] * s["length"] for s in samples]
+        return {"labels": torch.tensor([label for row in labels for label in row])}
+
+    def model(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["labels"][batch["labels"] != -100].double()
+        return (self.weight * labels).mean()
+
+    def step(self) -> None:
+        gradient = self.weight.grad
+        dist.all_reduce(gradient)
+        self.steps.append(float(gradient) / dist.get_world_size())
+
+    def zero_grad(self) -> None:
+        self.weight.grad = None
+
+
+def mean_over_tokens(lengths: Any) -> tuple[list[float], list[float]]:
+    """The gradients of the page's loop over a stream with a tail, and what they should be."""
+    blocks = PAGE.read_text().split("```python\n")[1:]
+    block = next(block.split("```")[0] for block in blocks if "all_reduce" in block)
+    optimizer, wanted = Averaging(), []
+    stream = BalancedStream(source(lengths), 16, grad_accum=2, sharded=True, drop_last=False)
+    names: dict[str, Any] = {
+        "stream": stream,
+        "collate": optimizer.collate,
+        "model": optimizer.model,
+        "optimizer": optimizer,
+    }
+    names |= {"islice": islice, "torch": torch, "dist": dist, "microbatch_weight": microbatch_weight}
+    exec(block, names | {"dp_size": 2, "grad_accum": 2})
+    kept: list[list[int]] = []
+    for number, micro_batch in enumerate(stream):
+        if number % 2 == 0:
+            kept.append([])
+        kept[-1] += [sample["place"] for sample, again in zip(micro_batch, stream.repeats, strict=True) if not again]
+    for places in kept:
+        parts = torch.tensor([sum(n * int(lengths[n]) for n in places), sum(int(lengths[n]) for n in places)])
+        dist.all_reduce(parts)
+        wanted.append(float(parts[0]) / float(parts[1]))
+    return optimizer.steps, wanted
+
+
 def error_of(stream: BalancedStream) -> str:
     try:
         list(stream)
@@ -114,6 +167,7 @@ def main() -> None:
     seen["resumed at the end"], seen["unbroken at the end"] = resume(
         lambda: BalancedStream(Resetting(lengths[:22]), 8, sharded=True), 3
     )
+    seen["gradients"], seen["token means"] = mean_over_tokens(lengths)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
