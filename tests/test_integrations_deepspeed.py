@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from dist_integrations.common import launch
+from dist_integrations.common import launch, run_script
 
 from gpusampler import GPUBatchRebalanceSampler
 from gpusampler.integrations.deepspeed import fill_config
@@ -83,6 +84,18 @@ def test_what_is_no_configuration(tmp_path: Path):
             fill_config(path, sampler())
     with pytest.raises(FileNotFoundError, match="missing"):
         fill_config(tmp_path / "missing.json", sampler())
+
+
+def test_example_without_deepspeed():
+    example = Path(__file__).parent.parent / "examples" / "deepspeed_config.py"
+    hidden = (
+        f"import runpy, sys; sys.modules['deepspeed'] = None; runpy.run_path({str(example)!r}, run_name='__main__')"
+    )
+    config = json.loads(run_script([sys.executable, "-c", hidden]))
+    assert {name: config[name] for name in ("train_batch_size", "gradient_accumulation_steps")} == {
+        "train_batch_size": 32,
+        "gradient_accumulation_steps": 2,
+    }
 
 
 @pytest.mark.dist
