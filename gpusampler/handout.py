@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Calls between a sampler and the loop: batch samplers around it, the loader's iterator with its bases, the loader.
 _MAX_FRAMES = 16
 _MAX_WRAPPERS = 4
+_LIGHTNING_SETUP = "setup_data"
 _LIGHTNING_READER = "_dataloader_init_kwargs_resolve_sampler"
 
 
@@ -85,6 +86,7 @@ class Consumer:
 
     Attributes:
         skips: batches that accelerate's `skip_first_batches` throws away, or None where it is not in use.
+        epoch: the one that Lightning is about to train, where it makes an iterator before it tells; else None.
 
     Raises:
         ParameterError: a wrapper of accelerate would keep a part of this rank's micro-batches, or deal them out.
@@ -93,6 +95,7 @@ class Consumer:
     def __init__(self, sampler: object) -> None:
         """Look through the callers; to be called from the sampler's `__iter__`."""
         self.skips: int | None = None
+        self.epoch: int | None = None
         self._loader: weakref.ref[Any] | None = None
         self._fields: dict[str, Any] | None = None
         self._holder: weakref.ref[Any] | None = None
@@ -100,7 +103,7 @@ class Consumer:
         frame = sys._getframe(2)
         chain: list[Any] = []
         for _ in range(_MAX_FRAMES):
-            owner = frame.f_locals.get("self")
+            owner: Any = frame.f_locals.get("self")
             if not chain:
                 chain = _wrappers(owner, sampler)
                 if chain:
@@ -109,6 +112,11 @@ class Consumer:
             elif getattr(owner, "batch_sampler", None) is chain[0] and hasattr(owner, "end_of_dataloader"):
                 _refuse_dispatch(owner)
                 self._holder = weakref.ref(owner)
+                break
+            elif frame.f_code.co_name == _LIGHTNING_SETUP and hasattr(owner, "epoch_progress"):
+                # what the loop counts as processed lies behind in a checkpoint of the last batch of an epoch
+                progress, is_last = owner.epoch_progress.current, owner.epoch_loop.batch_progress.is_last_batch
+                self.epoch = progress.started if is_last else progress.processed
                 break
             if frame.f_back is None:
                 break

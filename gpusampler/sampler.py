@@ -192,10 +192,12 @@ class GPUBatchRebalanceSampler(Sampler[list[int]]):
         Raises:
             ParameterError: accelerate's `prepare` has wrapped the sampler so that most of the plan would be lost.
         """
+        consumer = Consumer(self)
+        if consumer.epoch is not None:
+            self.set_epoch(consumer.epoch)
         if self.process_group.resolve() is None:
             self._refuse_guessed_rank()
             self._check_cap(self.epoch)
-        consumer = Consumer(self)
         if consumer.skips is None:
             self._handout = Handout(self._start, consumer)
             return MicroBatches(self, self._handout)

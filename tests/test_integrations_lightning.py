@@ -87,6 +87,8 @@ def test_l31_without_the_helper_the_error_says_what_to_set(by_torchrun: Path):
 @pytest.mark.dist
 def test_l31_l14_without_the_helper_what_the_error_says_works(by_torchrun: Path):
     check_fit_and_predict(by_torchrun / "plain")
+    # at the end of an epoch it resumes, too
+    assert read(by_torchrun / "plain" / "next", "fit") == [part[8:] for part in read(by_torchrun / "plain", "fit")]
 
 
 class Model(LightningModule):
@@ -152,6 +154,27 @@ def test_l14_l43_resume_from_any_checkpoint_of_lightning(tmp_path: Path, at: dic
     assert len(saved) == (5 if at else 2)
     for path in saved:
         assert fit(path) == unbroken[int(path.stem.split("=")[1]) :]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks")
+def test_l14_without_the_helper_a_resume_at_the_end_of_an_epoch(tmp_path: Path, workers: int):
+    def fit(checkpoint: Path | None = None) -> list:
+        times = [] if checkpoint else [{}, {"every_n_train_steps": 4}]  # the latter before the epoch counts as over
+        savers = [
+            ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename=f"{{step}}-{at}", **options)
+            for at, options in enumerate(times)
+        ]
+        model = Model()
+        run = trainer(tmp_path, max_epochs=3, callbacks=savers, enable_checkpointing=not checkpoint)
+        sampler = GPUBatchRebalanceSampler(LENGTHS, 12)
+        data = DataLoader(Rows(), batch_sampler=sampler, collate_fn=collate, num_workers=workers)
+        run.fit(model, data, ckpt_path=checkpoint)
+        return model.seen
+
+    unbroken = fit()
+    for name in ("step=4-0", "step=4-1", "step=8-0", "step=8-1"):
+        assert fit(tmp_path / f"{name}.ckpt") == unbroken[int(name[5]) :]
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

@@ -82,8 +82,12 @@ def without_helper(folder, strategy):
     errors = {"default": caught(lambda: run.fit(Model(f"{folder}/plain"), plain()))}
     errors["predict"] = caught(lambda: run.predict(Model(f"{folder}/plain"), plain(drop_last=True)))
     run.predict(Model(f"{folder}/plain"), plain())
-    run = trainer(folder, strategy, enable_checkpointing=False, use_distributed_sampler=False)
-    run.fit(Model(f"{folder}/plain"), plain())
+    ends = ModelCheckpoint(dirpath=f"{folder}/plain", save_top_k=-1, filename="{epoch}")
+    for name, checkpoint in (("plain", None), ("plain/next", f"{folder}/plain/epoch=0.ckpt")):
+        Path(folder, name).mkdir(exist_ok=True)
+        run = trainer(folder, strategy, callbacks=[] if checkpoint else [ends], use_distributed_sampler=False)
+        run.fit(Model(f"{folder}/{name}"), plain(), ckpt_path=checkpoint)
+        torch.distributed.barrier()
     return errors
 
 
