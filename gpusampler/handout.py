@@ -14,6 +14,7 @@ make it anew. Both read `batch_size` before; there they are told otherwise.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,13 @@ def told_size(sampler: GPUBatchRebalanceSampler, mean: int) -> Any:
     fields = getattr(owner, "__dict__", {})
     if fields.get("batch_sampler") is sampler and {"num_processes", "process_index", "split_batches"} <= fields.keys():
         _keep_all(owner, sampler)
+        if reader.f_back is not None and reader.f_back.f_locals.get("use_stateful_dataloader"):
+            warnings.warn(
+                "use_stateful_dataloader=True: behind accelerate's own prepare the loader keeps a number of batches, not "
+                "their epoch; use gpusampler.integrations.accelerate.prepare, or save the epoch, too, and set it after "
+                "load_state",
+                stacklevel=4,
+            )
         return None
     if reader.f_code.co_name == _LIGHTNING_READER:
         _leave_alone(sampler, bool(reader.f_locals.get("is_predicting")))

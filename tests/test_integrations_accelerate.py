@@ -108,6 +108,15 @@ def test_l43_resume_where_accelerate_uses_a_stateful_loader(ranks: list[dict], n
 
 
 @pytest.mark.dist
+def test_l43_a_stateful_loader_that_keeps_no_epoch_is_a_warning(ranks: list[dict]):
+    for rank in ranks:
+        (said,) = rank["stateful"]["said"]
+        assert said.startswith(
+            "use_stateful_dataloader=True: behind accelerate's own prepare the loader keeps a number"
+        )
+
+
+@pytest.mark.dist
 def test_l43_a_loaded_position_is_not_forgotten_without_a_word(ranks: list[dict]):
     for rank in ranks:
         assert len(rank["forgotten"]) == 1

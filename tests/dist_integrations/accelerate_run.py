@@ -134,7 +134,10 @@ def stateful(folder):
             if name == "ours":
                 loader = prepare(accelerator, loader, check_accumulation=False)
             else:
-                loader = accelerator.prepare(loader)
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    loader = accelerator.prepare(loader)
+                found["said"] = [str(warning.message) for warning in said if "own prepare" in str(warning.message)]
             if resumed:
                 accelerator.load_state(f"{folder}/{name}")
             else:
