@@ -48,8 +48,8 @@ def told_size(sampler: GPUBatchRebalanceSampler, mean: int) -> Any:
         if reader.f_back is not None and reader.f_back.f_locals.get("use_stateful_dataloader"):
             warnings.warn(
                 "use_stateful_dataloader=True: behind accelerate's own prepare the loader keeps a number of batches "
-                "without their epoch; use gpusampler.integrations.accelerate.prepare, or save the epoch, too, and set it "
-                "after load_state",
+                "without their epoch; use gpusampler.integrations.accelerate.prepare, or save the epoch, too, and set "
+                "it after load_state",
                 stacklevel=4,
             )
         return None
