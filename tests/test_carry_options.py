@@ -90,7 +90,8 @@ def test_functions_of_every_kind_are_taken() -> None:
         torch.compile(Model(), backend="eager"),
         max,
     ):
-        make_loop(model=model, batch_size=len)
+        loop = make_loop(model=model, batch_size=len)
+        assert loop.carry.num_slots == 1
 
 
 @pytest.mark.parametrize(("name", "value"), [("alpha_sigma", torch.Generator()), ("alpha_sigma", 3), ("generator", 3)])
