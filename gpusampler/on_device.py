@@ -20,7 +20,7 @@ from gpusampler.kernels import spec
 from gpusampler.lengths import Lengths
 from gpusampler.pipeline import Chunk, Pending, PlanAhead
 from gpusampler.plan import Partition
-from gpusampler.plan_kernels import alphas_on, scale_by_row, to_device
+from gpusampler.plan_kernels import launch_plan, scale_by_row, to_device
 from gpusampler.stats import PlanStats
 
 _COPIED_SAMPLES = 1 << 24
@@ -53,21 +53,10 @@ class DevicePlans:
 
     def begin(self, epoch: int, step: int, count: int, partition: Partition) -> PendingChunk:
         """Launch the planning of `count` steps of one size, without waiting for it."""
-        from gpusampler.kernels import engine
-
         with self._guard(), self._module.stream(self._stream):
             samples = self._samples(epoch, step, count)
             rows = self._lengths[samples]
-            plan = engine.plan_rows(
-                rows,
-                self._custom(partition, rows),
-                alphas_on(partition.cost.alpha, self.device),
-                partition.dp_size,
-                partition.grad_accum,
-                partition.cap,
-                partition.sync == "step",
-                self._longest,
-            )
+            plan = launch_plan(partition, rows, self._custom(partition, rows), self._longest)
             placed = samples.gather(1, plan.order.clamp(min=0).long())
             if self._composition.num_samples <= _INT32_MAX:
                 placed = placed.to(torch.int32)

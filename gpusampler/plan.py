@@ -236,7 +236,7 @@ def plan_batches(
         check_choice("engine", engine, ENGINES)
     rows = _check_rows(lengths, partition)
     if check_engine(engine, rows.device, partition) == "triton":
-        return plan_on_device(partition, rows, partition.longest_allowed)
+        return plan_on_device(partition, rows)
     array = rows.cpu().numpy()
     _refuse_bad_lengths(array, partition)
     if len(rows):

@@ -17,6 +17,7 @@ from gpusampler.cost import alpha_table
 from gpusampler.errors import ParameterError
 
 if TYPE_CHECKING:
+    from gpusampler.kernels.emit import Plan
     from gpusampler.plan import Partition
 
 
@@ -29,24 +30,11 @@ def kernels_obstacle(device: torch.device, dp_size: int, grad_accum: int) -> str
     return engine.obstacle(device, dp_size, grad_accum)
 
 
-def plan_on_device(partition: Partition, lengths: torch.Tensor, longest_allowed: int) -> BatchPlan:
-    """Plan rows of lengths where they are.
-
-    Args:
-        partition: what to plan for.
-        lengths: integers [W, B] on a device where `kernels_obstacle` finds none.
-        longest_allowed: a longer sample makes its row a bad one.
-
-    Returns:
-        A plan on the device of `lengths`, whose `status` tells bad rows.
-    """
+def launch_plan(partition: Partition, rows: torch.Tensor, custom: torch.Tensor | None, longest_allowed: int) -> Plan:
+    """Have the kernels plan rows, int32 or int64 [W, B]; `custom` and `longest_allowed` are those of the engine."""
     from gpusampler.kernels import engine
 
-    rows = lengths if lengths.dtype in (torch.int32, torch.int64) else lengths.to(torch.int64)
-    custom, exponents = None, None
-    if partition.cost.cost_fn is not None:
-        custom, exponents = scale_by_row(partition.cost.unchecked(rows))
-    made = engine.plan_rows(
+    return engine.plan_rows(
         rows,
         custom,
         alphas_on(partition.cost.alpha, rows.device),
@@ -56,6 +44,23 @@ def plan_on_device(partition: Partition, lengths: torch.Tensor, longest_allowed:
         partition.sync == "step",
         longest_allowed,
     )
+
+
+def plan_on_device(partition: Partition, lengths: torch.Tensor) -> BatchPlan:
+    """Plan rows of lengths where they are.
+
+    Args:
+        partition: what to plan for.
+        lengths: integers [W, B] on a device where `kernels_obstacle` finds none.
+
+    Returns:
+        A plan on the device of `lengths`, whose `status` tells bad rows.
+    """
+    rows = lengths if lengths.dtype in (torch.int32, torch.int64) else lengths.to(torch.int64)
+    custom, exponents = None, None
+    if partition.cost.cost_fn is not None:
+        custom, exponents = scale_by_row(partition.cost.unchecked(rows))
+    made = launch_plan(partition, rows, custom, partition.longest_allowed)
     costs, bounds = made.costs, made.bounds
     if exponents is not None:
         costs, bounds = _ldexp(costs, exponents[:, None, None]), _ldexp(bounds, exponents[:, None])

@@ -578,16 +578,14 @@ def search_row(lengths, f, inverse, tail, most, dp_size, slots, counts):
     trial = np.empty(groups, np.int64)
     trial_levels = np.empty(slots, np.int64)
     total = slot_levels(f, counts, dp_size, costs, levels)
-    if f.shape[0] < SCARCE * groups:
-        for eighths in RAISES:
-            if fill_slots(eighths, f, inverse, most, dp_size, trial):
-                trial_total = slot_levels(f, trial, dp_size, costs, trial_levels)
-                if trial_total < total:
-                    total = trial_total
-                    counts[:] = trial
-                    levels[:] = trial_levels
-    for cap in WASTE_CAPS:
-        if equal_waste(waste_level(cap, f, tail, groups), f, tail, most, groups, trial):
+    raises = RAISES if f.shape[0] < SCARCE * groups else RAISES[:0]
+    for number in range(len(raises) + len(WASTE_CAPS)):
+        if number < len(raises):
+            whole = fill_slots(raises[number], f, inverse, most, dp_size, trial)
+        else:
+            level = waste_level(WASTE_CAPS[number - len(raises)], f, tail, groups)
+            whole = equal_waste(level, f, tail, most, groups, trial)
+        if whole:
             trial_total = slot_levels(f, trial, dp_size, costs, trial_levels)
             if trial_total < total:
                 total = trial_total
